@@ -1,0 +1,172 @@
+"""Commands to a running job, and the folder in which they wait, are taken once, and stay as a record.
+
+The receiver (or an operator) puts a command; the job takes it and gives it an outcome. Both may be killed at any
+moment and may sit on different hosts with a shared file system between them, so every step is one atomic rename or
+link, and the name of a command's file is its identity: the same command put twice is one file.
+"""
+
+import hashlib
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Action = Literal["clip", "lower_lr", "skip_batch", "rollback", "partial_rollback", "checkpoint", "note", "stop"]
+Outcome = Literal[
+    "done", "failed", "refused_cooldown", "refused_budget", "duplicate", "stale", "observed", "no_target"
+]
+Source = Literal["alert", "local", "operator"]
+
+SCHEMA = 1
+MAX_COMMAND_BYTES = 16_384
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A wish from outside, addressed to one run.
+
+    `step` and `steps_total` are the run's `train_step` and `train_steps_total` when the alert was evaluated;
+    `starts_at` is when the alert began to fire and `received` when the command was put, both in Unix seconds.
+    """
+
+    id: str
+    run: str
+    action: Action
+    source: Source
+    received: float
+    schema: int = SCHEMA
+    alert: str | None = None
+    step: int | None = None
+    steps_total: int | None = None
+    starts_at: float | None = None
+    reason: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A command and what came of it, as kept in `done/`."""
+
+    command: Command
+    outcome: Outcome
+    decided: float
+    at_step: int
+    detail: str = ""
+    schema: int = SCHEMA
+
+
+def alert_identity(fingerprint: str, starts_at: str) -> str:
+    """The id of the command that an alert leads to: equal for every delivery of one firing, new for the next firing."""
+    return hashlib.sha256(f"{fingerprint}|{starts_at}".encode()).hexdigest()[:32]
+
+
+class Inbox:
+    """`commands/{new,done}` in a run's folder. Every method may raise OSError; none follows a symbolic link."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.new = run_folder / "commands" / "new"
+        self.done = run_folder / "commands" / "done"
+
+    def create(self) -> None:
+        """Make the folders, closed to other users."""
+        for folder in (self.new, self.done):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, command: Command) -> bool:
+        """Queue `command` durably; False when a command with its id is already here, taken or not.
+
+        Raises:
+            ValueError: the id is not a plain file name.
+            OSError: the folder cannot be written.
+        """
+        if not command.id.isalnum() or not command.id.isascii() or len(command.id) > 64:
+            raise ValueError(f"command id must be up to 64 ASCII letters and digits, found {command.id!r}")
+        name = f"{command.id}.json"
+        if (self.done / name).exists():
+            return False
+        return _publish(self.new / name, msgspec.json.encode(command))
+
+    def waiting(self) -> list[Command]:
+        """The commands not yet decided, oldest first. A damaged or hostile file is set aside as `*.bad`."""
+        commands = []
+        for path in self.new.glob("*.json"):
+            command = self._read(path)
+            if command is not None:
+                commands.append(command)
+        return sorted(commands, key=lambda command: (command.received, command.id))
+
+    def finish(self, record: Record) -> None:
+        """Keep the outcome of a command and take it out of the queue. Doing so twice changes nothing."""
+        name = f"{record.command.id}.json"
+        _publish(self.done / name, msgspec.json.encode(record))
+        (self.new / name).unlink(missing_ok=True)
+
+    def records(self) -> list[Record]:
+        """Every decided command that can be read, oldest first."""
+        records = []
+        for path in self.done.glob("*.json"):
+            try:
+                records.append(msgspec.json.decode(_read_plain_file(path), type=Record))
+            except (OSError, msgspec.MsgspecError):
+                continue
+        return sorted(records, key=lambda record: record.decided)
+
+    def _read(self, path: Path) -> Command | None:
+        try:
+            command = msgspec.json.decode(_read_plain_file(path), type=Command)
+        except FileNotFoundError:
+            return None  # Taken between the listing and the reading.
+        except (OSError, msgspec.MsgspecError):
+            self._set_aside(path)
+            return None
+        if command.schema != SCHEMA or f"{command.id}.json" != path.name:
+            self._set_aside(path)
+            return None
+        if (self.done / path.name).exists():
+            path.unlink(missing_ok=True)  # Decided already: the job died between the record and the removal.
+            return None
+        return command
+
+    def _set_aside(self, path: Path) -> None:
+        path.rename(path.with_suffix(".bad"))
+
+
+def _read_plain_file(path: Path) -> bytes:
+    """The bytes of a small regular file.
+
+    Raises:
+        OSError: it is a link, no regular file, somebody else's, or larger than any command.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.getuid(), 0):
+            raise OSError(f"{path}: not a regular file of ours")
+        if status.st_size > MAX_COMMAND_BYTES:
+            raise OSError(f"{path}: {status.st_size} bytes, a command has at most {MAX_COMMAND_BYTES}")
+        return os.read(descriptor, MAX_COMMAND_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(path: Path, content: bytes) -> bool:
+    """Write a file that is there whole or not at all, and on disk when this returns; False if it is there already."""
+    draft = path.parent / f".{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return True
+    finally:
+        draft.unlink(missing_ok=True)
