@@ -5,6 +5,7 @@ moment and may sit on different hosts with a shared file system between them, so
 link, and the name of a command's file is its identity: the same command put twice is one file.
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -15,13 +16,14 @@ from typing import Literal
 import msgspec
 
 Action = Literal["clip", "lower_lr", "skip_batch", "rollback", "partial_rollback", "checkpoint", "note", "stop"]
-Outcome = Literal[
-    "done", "failed", "refused_cooldown", "refused_budget", "duplicate", "stale", "observed", "no_target"
-]
+Outcome = Literal["done", "failed", "refused_cooldown", "refused_budget", "duplicate", "stale", "observed", "no_target"]
 Source = Literal["alert", "local", "operator"]
 
 SCHEMA = 1
 MAX_COMMAND_BYTES = 16_384
+# What opening a file says that will never be a command of ours: a link, a socket, somebody else's. Any other error may
+# pass (a busy file system, too many open files) and must not cost a command.
+_HOPELESS = (None, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,6 +74,14 @@ class Inbox:
         for folder in (self.new, self.done):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
+    def exists(self) -> bool:
+        """Whether some job has made the folders; a link in the place of one does not count."""
+        return self.new.is_dir() and self._linked() is None
+
+    def knows(self, command_id: str) -> bool:
+        """Whether a command with this id is here, taken or not."""
+        return any((folder / f"{command_id}.json").exists() for folder in (self.new, self.done))
+
     def put(self, command: Command) -> bool:
         """Queue `command` durably; False when a command with its id is already here, taken or not.
 
@@ -81,6 +91,7 @@ class Inbox:
         """
         if not command.id.isalnum() or not command.id.isascii() or len(command.id) > 64:
             raise ValueError(f"command id must be up to 64 ASCII letters and digits, found {command.id!r}")
+        self._refuse_links()
         name = f"{command.id}.json"
         if (self.done / name).exists():
             return False
@@ -88,6 +99,7 @@ class Inbox:
 
     def waiting(self) -> list[Command]:
         """The commands not yet decided, oldest first. A damaged or hostile file is set aside as `*.bad`."""
+        self._refuse_links()
         commands = []
         for path in self.new.glob("*.json"):
             command = self._read(path)
@@ -97,17 +109,19 @@ class Inbox:
 
     def finish(self, record: Record) -> None:
         """Keep the outcome of a command and take it out of the queue. Doing so twice changes nothing."""
+        self._refuse_links()
         name = f"{record.command.id}.json"
         _publish(self.done / name, msgspec.json.encode(record))
         (self.new / name).unlink(missing_ok=True)
 
     def records(self) -> list[Record]:
         """Every decided command that can be read, oldest first."""
+        self._refuse_links()
         records = []
         for path in self.done.glob("*.json"):
             try:
                 records.append(msgspec.json.decode(_read_plain_file(path), type=Record))
-            except (OSError, msgspec.MsgspecError):
+            except (OSError, msgspec.MsgspecError, RecursionError):
                 continue
         return sorted(records, key=lambda record: record.decided)
 
@@ -116,7 +130,11 @@ class Inbox:
             command = msgspec.json.decode(_read_plain_file(path), type=Command)
         except FileNotFoundError:
             return None  # Taken between the listing and the reading.
-        except (OSError, msgspec.MsgspecError):
+        except OSError as error:
+            if error.errno in _HOPELESS:
+                self._set_aside(path)
+            return None
+        except (msgspec.MsgspecError, RecursionError):
             self._set_aside(path)
             return None
         if command.schema != SCHEMA or f"{command.id}.json" != path.name:
@@ -126,6 +144,15 @@ class Inbox:
             path.unlink(missing_ok=True)  # Decided already: the job died between the record and the removal.
             return None
         return command
+
+    def _linked(self) -> Path | None:
+        """The folder of the inbox in whose place there is a link, if any: whoever put it there would get our writes."""
+        return next((folder for folder in (self.new.parent, self.new, self.done) if folder.is_symlink()), None)
+
+    def _refuse_links(self) -> None:
+        linked = self._linked()
+        if linked is not None:
+            raise OSError(errno.ELOOP, "a link where a folder of the inbox should be", str(linked))
 
     def _set_aside(self, path: Path) -> None:
         path.rename(path.with_suffix(".bad"))
@@ -160,13 +187,16 @@ def _publish(path: Path, content: bytes) -> bool:
             os.fsync(file.fileno())
         try:
             os.link(draft, path)
+            published = True
         except FileExistsError:
-            return False
+            published = False
+        # Also when it was there already: whoever linked it may not have come this far, and our caller is about to
+        # say that it is safe.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-        return True
+        return published
     finally:
         draft.unlink(missing_ok=True)

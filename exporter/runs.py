@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """The last sign of life of the outer loop: when the watchdog alert reached the receiver (Unix seconds), and how often."""
+    """The last sign of life of the outer loop: when the watchdog alert came in (Unix seconds), and how often so far."""
 
     received: float
     count: int
@@ -37,7 +38,7 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether a job has ever made this folder (a link in its place does not count)."""
-        return self.path.is_dir() and not self.path.is_symlink() and self.inbox.new.is_dir()
+        return self.path.is_dir() and not self.path.is_symlink() and self.inbox.exists()
 
     def beat(self, now: float) -> None:
         """Write the next heartbeat.
@@ -67,9 +68,13 @@ def find_run(runs: Path, run: str) -> RunFolder | None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that a reader, or a crash, finds the old content or the new one, whole."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    # A name of its own for each writer: two at a time, also on two hosts, must not finish each other's draft.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with draft.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

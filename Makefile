@@ -1,0 +1,67 @@
+# `make demo` and `make test` need only Python 3.11 or newer, git and make; everything else lands in .venv and .tools.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?= --scenario sustained
+export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# As an ordinary user, with package lists and downloads of our own.
+APT := apt-get -qq -o Dir::State::lists=$(CURDIR)/.tools/apt/lists -o Dir::Cache=$(CURDIR)/.tools/apt/cache \
+	-o APT::Sandbox::User=root
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format venv tools unpack-tools clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: venv tools ## break a training run on purpose and watch it heal; options in DEMO_ARGS="--scenario clean"
+	$(BIN)/python -m trainer_plugin demo $(DEMO_ARGS)
+
+test: venv tools check ## everything: style, types, unit tests, and the loop on real servers
+	$(BIN)/python -m pytest -q -m "not live"
+	$(BIN)/python -m pytest -q -m live
+
+check: venv ## style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: venv ## rewrite the code in the house style
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+
+venv: $(VENV)/.installed ## the virtual environment, with all that the tests need
+
+# torch first and in this spelling, which gets the build for CPUs.
+$(VENV)/.installed: pyproject.toml
+	@echo "installing into $(VENV) (torch is large)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -qq torch==2.13.0
+	@$(BIN)/pip install -qq --editable '.[dev]'
+	@touch $@
+
+tools: ## Prometheus and Alertmanager, unpacked into .tools if they are not on the PATH; no root, nothing started
+	@for tool in prometheus promtool prometheus-alertmanager amtool; do \
+		command -v $$tool >/dev/null || missing="$$missing $$tool"; \
+	done; \
+	if test -z "$$missing"; then exit 0; fi; \
+	if command -v apt-get >/dev/null && $(MAKE) --no-print-directory unpack-tools; then exit 0; fi; \
+	echo "missing, and not to be had through apt-get:$$missing; the demo does without (--local-only), some tests do not"
+
+# Debian's builds look for pages and templates in /usr/share/prometheus. In these copies that becomes a path of the same
+# length from the folder in which the program runs, and the demo runs it in its own.
+unpack-tools:
+	@echo "fetching Prometheus and Alertmanager into .tools"
+	@rm -rf .tools && mkdir -p .tools/new .tools/debs .tools/apt/lists/partial .tools/apt/cache/archives/partial
+	@$(APT) update && cd .tools/debs && $(APT) download prometheus prometheus-alertmanager
+	@for deb in .tools/debs/*.deb; do dpkg-deb -x $$deb .tools/new || exit; done
+	@LC_ALL=C sed -i 's#/usr\(/share/prometheus/\)#./..\1#g' .tools/new/usr/bin/prometheus*
+	@mv .tools/new/usr .tools/usr && rm -rf .tools/new .tools/debs .tools/apt
+
+clean: ## remove what make and the tools have made
+	rm -rf $(VENV) .tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

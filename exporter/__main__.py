@@ -1,0 +1,141 @@
+"""`python -m exporter`: the webhook receiver in one small process, and the rules out of the installed package.
+
+It takes alerts from Alertmanager and puts commands into the inboxes of the runs. Settings come from exporter.yaml;
+an argument beats the file. Exit code 0: done, 1: the work failed, 2: bad usage or settings.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from exporter.config import Address, Config, Receiver, load, read_token, refuse_unsafe
+from exporter.files import write_files
+
+logger = logging.getLogger("exporter")
+
+_EXAMPLE = """example:
+  python -m exporter --config exporter.yaml
+  python -m exporter --runs /shared/runs --listen 127.0.0.1:9402
+  python -m exporter files --out monitoring
+"""
+_FILES_EXAMPLE = """example:
+  python -m exporter files --out monitoring    # writes monitoring/alert_rules/*
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def cli(*arguments: str) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as end:  # --help, or bad usage.
+        return end.code if isinstance(end.code, int) else 2
+    if options.command == "files":
+        return _files(options.out)
+    try:
+        config = _settings(options)
+        token = _token(config)
+    except ValueError as error:
+        return _fail(2, error)
+    return _serve(config, token)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m exporter",
+        description=__doc__,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="settings, as YAML; without it the defaults hold")
+    parser.add_argument("--runs", metavar="DIR", help="the folder that holds the runs' folders (default: runs)")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="the receiver's address (default: 127.0.0.1:9402)")
+    commands = parser.add_subparsers(dest="command", metavar="files")
+    files = commands.add_parser(
+        "files",
+        help="write the rules and example configurations out of the installed package",
+        description="Write the rules and example configurations to DIR/alert_rules. A file that differs is kept.",
+        epilog=_FILES_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    files.add_argument("--out", metavar="DIR", type=Path, required=True, help="where to make the folder alert_rules")
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> Config:
+    """The file's settings with the arguments over them."""
+    config = load(options.config)
+    if options.runs is not None:
+        config = msgspec.structs.replace(config, runs=options.runs)
+    if options.listen is not None:
+        receiver = Receiver() if isinstance(config.receiver, str) else config.receiver
+        try:
+            receiver = msgspec.structs.replace(receiver, listen=Address(options.listen))
+        except ValueError as error:
+            raise ValueError(f"--listen: {error}") from error
+        config = msgspec.structs.replace(config, receiver=receiver)
+    return config
+
+
+def _token(config: Config) -> str | None:
+    """The token that the receiver asks for.
+
+    Raises:
+        ValueError: the settings would leave the receiver open, or leave nothing to serve.
+    """
+    if isinstance(config.receiver, str):
+        raise ValueError("receiver: it is off, and there are no GPU metrics: nothing to serve")  # noqa: TRY004 - its value is at fault
+    refuse_unsafe(config.receiver)
+    path = config.receiver.bearer_token_file
+    return None if path is None else read_token(path)
+
+
+def _serve(config: Config, token: str | None) -> int:
+    try:
+        # Here, because the job's machine may have the package without the extra, and `files` must work there.
+        from exporter.server import listen, serve  # noqa: PLC0415
+        from exporter.webhook import build_app  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        return _fail(1, f"{missing} is not installed: pip install 'pretraining-guard[receiver]'")
+    receiver = config.receiver
+    if isinstance(receiver, str):  # Refused before.
+        return 2
+    try:
+        listener = listen(receiver.listen)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that no name server would take.
+        reason = str(error.strerror).partition(" (while")[0] if isinstance(error, OSError) else "no host name"
+        return _fail(1, f"receiver.listen: {receiver.listen}: {reason}")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    if not isinstance(config.gpu, str):
+        logger.info("no GPU metrics: this version serves none")
+    app = build_app(Path(config.runs), bearer_token=token, stale_after_seconds=receiver.stale_after_seconds)
+    with listener:
+        serve(app, listener)
+    return 0
+
+
+def _files(out: Path) -> int:
+    try:
+        for path in write_files(out):
+            print(path)
+    except (OSError, ModuleNotFoundError) as error:
+        return _fail(1, error)
+    return 0
+
+
+def _fail(code: int, error: object) -> int:
+    print(f"python -m exporter: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(cli(*sys.argv[1:]))

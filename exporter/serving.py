@@ -1,0 +1,96 @@
+"""The job's `/metrics` endpoint, and the file by which Prometheus finds it."""
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from exporter.page import Page
+from exporter.runs import write_atomically
+
+_log = logging.getLogger(__name__)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# A connection that says nothing for so long is dropped.
+_IDLE_SECONDS = 10.0
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+
+class MetricsServer:
+    """Serves a page on its own threads; `port` is the one really used, None if none could be had."""
+
+    def __init__(self, page: Page, *, host: str, port: int) -> None:
+        self.host = host
+        self._server = _bind(_handler(page.render), host, port)
+        self.port: int | None = None
+        if self._server is not None:
+            self.port = int(self._server.server_address[1])
+            thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
+            thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class Target:
+    """One process's file_sd entry in `<runs>/targets`: there while it can be scraped."""
+
+    def __init__(self, runs: Path, *, run: str, rank: str, address: str) -> None:
+        self._path = runs / "targets" / f"{run}-{rank}.json"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # The labels are on `up` too, so that a dead scrape is known by its run.
+        entry = [{"targets": [address], "labels": {"run": run, "rank": rank}}]
+        write_atomically(self._path, json.dumps(entry).encode())
+
+    def remove(self) -> None:
+        """Tell Prometheus that there is nothing to scrape any more."""
+        self._path.unlink(missing_ok=True)
+
+
+def _bind(handler: type[BaseHTTPRequestHandler], host: str, port: int) -> _Server | None:
+    """The wanted port, else any free one, else none: a job must start without its metrics rather than not at all."""
+    for choice in (port, 0):
+        try:
+            return _Server((host, choice), handler)
+        except (OSError, OverflowError) as error:
+            _log.warning("metrics: %s:%d cannot be had (%s)", host, choice, error)
+    return None
+
+
+def _handler(render: Callable[[frozenset[str]], bytes]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _IDLE_SECONDS
+
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            if url.path != "/metrics":
+                self.send_error(404)
+                return
+            body = render(frozenset(parse_qs(url.query).get("name[]", [])))
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: object) -> None:
+            """Scrapes are not worth a line."""
+
+    return Handler
+
+
+def local_address(host: str, port: int) -> str:
+    """What Prometheus should be told for a server bound to `host`: the host's own name where it is bound to all."""
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"

@@ -1,0 +1,141 @@
+"""What each action does to the job. When, and whether at all, is the policy's business."""
+
+import logging
+from dataclasses import dataclass
+
+from trainer_plugin.checkpoints import Checkpoints, Loaded
+from trainer_plugin.data import Data, Quarantine
+from trainer_plugin.incidents import Incident
+from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.policy import ActionsConfig, Decision, Moment
+from trainer_plugin.state import TrainingState
+
+_log = logging.getLogger(__name__)
+# R11: the data from 5 steps before the first bad step to 20 after it are suspect.
+SUSPECT_BEFORE_STEPS = 5
+SUSPECT_AFTER_STEPS = 20
+_WRITER_WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What came of an action. A rollback has `loaded`; `stop` says that the job must not go on."""
+
+    outcome: str
+    detail: str
+    loaded: Loaded | None = None
+    quarantine: Quarantine | None = None
+    stop: bool = False
+
+
+class ClipLimit:
+    """The norm to which gradients are clipped: the recipe's own, or tightened until a step count is reached."""
+
+    def __init__(self, config: ActionsConfig, *, tight_until: int = 0) -> None:
+        self._config = config
+        self.tight_until = tight_until
+
+    def max_norm(self, steps_total: int) -> float | None:
+        """The limit for the step after `steps_total` optimizer steps run; None where the recipe does not clip."""
+        limit = self._config.clip_max_norm
+        return limit * self._config.clip_factor if limit and steps_total < self.tight_until else limit
+
+
+class Actions:
+    """Carries a decision out at a boundary."""
+
+    def __init__(
+        self,
+        config: ActionsConfig,
+        *,
+        lr_floor: float,
+        clip: ClipLimit,
+        learning_rate: LrFactor,
+        checkpoints: Checkpoints,
+        state: TrainingState,
+        data: Data | None,
+    ) -> None:
+        self._config = config
+        self._lr_floor = lr_floor
+        self._clip = clip
+        self._learning_rate = learning_rate
+        self._checkpoints = checkpoints
+        self._state = state
+        self._data = data
+
+    def apply(self, decision: Decision, moment: Moment) -> Result:
+        """Do what was decided. Errors of the disk or of a checkpoint become an outcome, not an exception."""
+        if decision.action == "clip":
+            return self._tighten_clip(moment)
+        if decision.action == "lower_lr":
+            return self._lower_lr(moment)
+        if decision.action == "rollback":
+            return self._rollback(decision, moment)
+        if decision.action == "note":
+            return Result(outcome="done", detail=decision.reason)
+        return Result(outcome="failed", detail=f"this version cannot {decision.action}")
+
+    def _tighten_clip(self, moment: Moment) -> Result:
+        if self._config.clip_max_norm is None:
+            return Result(outcome="failed", detail="clip_max_norm is null: this run does not clip")
+        self._clip.tight_until = moment.steps_total + self._config.clip_steps
+        limit = self._clip.max_norm(moment.steps_total)
+        return Result(outcome="done", detail=f"clip to {limit:g} for {self._config.clip_steps} steps")
+
+    def _lower_lr(self, moment: Moment) -> Result:
+        factor = self._learning_rate.lower(
+            self._config.lr_factor,
+            floor=self._lr_floor,
+            now=moment.steps_total,
+            hold_steps=self._config.lr_hold_steps,
+            return_steps=self._config.lr_return_steps,
+            stack=self._config.lr_stacking,
+        )
+        return Result(outcome="done", detail=f"learning rate x {factor:g} for {self._config.lr_hold_steps} steps")
+
+    def _rollback(self, decision: Decision, moment: Moment) -> Result:
+        self._checkpoints.wait(_WRITER_WAIT_SECONDS)  # The newest target may just be on its way to the second tier.
+        targets = self._checkpoints.targets(decision.before_step)
+        if not targets:
+            return Result(outcome="no_target", detail=f"no proven checkpoint before step {decision.before_step}")
+        quarantine = self._suspect_data(decision.incident, decision.widen)
+        touched = False
+        problems = []
+        for target in targets:
+            try:
+                loaded = self._checkpoints.load(target)
+                misfit = self._state.mismatches(loaded.snapshot)
+                if misfit:
+                    raise ValueError("; ".join(misfit))  # noqa: TRY301 - one way out for every unusable target
+                touched = True
+                self._state.restore(loaded.snapshot, moments=self._config.rollback_optimizer)
+            except Exception as error:  # noqa: BLE001 - any unusable target leads to the next older one
+                problems.append(f"step {target.step}: {error}")
+                _log.warning("rollback to step %d is not possible: %s", target.step, error)
+                continue
+            if self._data is not None and quarantine is not None:
+                self._data.quarantine.append(quarantine)
+            self._lower_lr(moment)
+            detail = f"to step {target.step} from the {loaded.tier} tier"
+            if loaded.degraded:
+                detail += f", degraded: {', '.join(loaded.degraded)} is out of order"
+            return Result(outcome="done", detail=detail, loaded=loaded, quarantine=quarantine)
+        # Half-restored weights must not be trained on.
+        return Result(outcome="failed", detail="; ".join(problems), stop=touched)
+
+    def _suspect_data(self, incident: Incident, widen: int) -> Quarantine | None:
+        """The data to leave out after a rollback; None where the source goes on forward, or it is not known."""
+        if self._data is None or not self._data.rewindable:
+            return None
+        first, last = incident.first_step, incident.first_step
+        if incident.class_ != "bad_sample":
+            first, last = first - SUSPECT_BEFORE_STEPS * widen, last + SUSPECT_AFTER_STEPS * widen
+        positions = self._data.positions(first, last)
+        if positions is None:
+            return None
+        return Quarantine(
+            first=positions[0],
+            last=positions[1],
+            incident=incident.id,
+            reason=f"{incident.class_} at step {incident.first_step}",
+        )

@@ -1,0 +1,87 @@
+"""`Config`: every option of guard.yaml, and its reader."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from exporter.runs import valid_run_name
+from trainer_plugin.checkpoints import CheckpointsConfig
+from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.policy import ActionsConfig, BudgetConfig, Mode
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`metrics:` of guard.yaml. Port 0 stands for any free one; `advertise` is the address told to Prometheus."""
+
+    host: str = "127.0.0.1"
+    port: int = 9401
+    advertise: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"`port` must be between 0 and 65535, found {self.port}")
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """guard.yaml. Every key is optional; relative folders are relative to the working directory of the job."""
+
+    run: str = "gpt-0"
+    runs: str = "runs"
+    mode: Mode = "auto"
+    metrics: MetricsConfig = MetricsConfig()
+    detection: DetectionConfig = DetectionConfig()
+    actions: ActionsConfig = ActionsConfig()
+    budget: BudgetConfig = BudgetConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+
+    def __post_init__(self) -> None:
+        if not valid_run_name(self.run):
+            raise ValueError(f"`run` must be letters, digits, '.', '_' or '-', found {self.run!r}")
+
+
+def read_config(source: "str | Path | Mapping[str, Any] | Config", *, run: str | None = None) -> Config:
+    """A Config from a YAML file's path, a mapping, or a Config; `run` replaces its run name.
+
+    Raises:
+        ValueError: in one line: where, which key, what was wanted, what was found.
+        OSError: the file cannot be read.
+    """
+    if isinstance(source, Config):
+        values: Any = msgspec.to_builtins(source)
+        where = "config"
+    elif isinstance(source, Mapping):
+        values, where = dict(source), "config"
+    else:
+        where = str(source)
+        try:
+            values = yaml.safe_load(Path(source).read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+        values = {} if values is None else values
+        if not isinstance(values, dict):
+            raise ValueError(f"{where}: must be a mapping of options, found {type(values).__name__}")  # noqa: TRY004 - bad input
+    if run is not None:
+        values["run"] = run
+    try:
+        return msgspec.convert(values, type=Config)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {_explain(str(error), values)}") from error
+
+
+def _explain(message: str, values: Any) -> str:  # noqa: ANN401 - whatever the user wrote
+    """What msgspec says, with the known keys added for an unknown one, and the value found for a wrong one."""
+    what, _, path = message.partition(" - at `")
+    keys = [key for key in path.rstrip("`").removeprefix("$").split(".") if key and not key.endswith("]")]
+    if "unknown field" in what:
+        section: Any = Config()
+        for key in keys:
+            section = getattr(section, key, section)
+        what = f"{what}; known are {', '.join(type(section).__struct_fields__)}"
+        return f"{what} (in `{'.'.join(keys)}`)" if keys else what
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else values
+    place = f"`{'.'.join(keys)}`: " if keys else ""
+    return f"{place}{what}" if "found" in what else f"{place}{what}, found {values!r}"

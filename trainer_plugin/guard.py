@@ -1,0 +1,408 @@
+"""The Guard: it stands in a training loop at two places, before the optimizer and at the end of a step."""
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from exporter.page import Page
+from exporter.serving import MetricsServer, Target, local_address
+from trainer_plugin.actions import Actions, ClipLimit, Result
+from trainer_plugin.checkpoints import Checkpoints, Loaded
+from trainer_plugin.config import Config, read_config
+from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.data import Data
+from trainer_plugin.journal import Journal
+from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.metrics import Metrics, Standing
+from trainer_plugin.monitor import Monitor
+from trainer_plugin.policy import Moment, Policy
+from trainer_plugin.probe import Limits, Probe
+from trainer_plugin.run_folder import JobFolder, RunState
+from trainer_plugin.signals import Signals
+from trainer_plugin.state import TrainingState, encode_plain
+from trainer_plugin.step_reader import StepReader
+
+_log = logging.getLogger(__name__)
+_FLUSH_SECONDS = 5.0
+# The guards of this process by run folder: a second one takes the first one's place.
+_guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
+
+
+class Guard:
+    """Watches one training loop and heals it.
+
+    Args:
+        config: guard.yaml's path, a mapping of its keys, or a `Config`.
+        model: the module that is trained.
+        optimizer: its optimizer, or several.
+        scheduler: anything with `state_dict` and `load_state_dict`; stepped by the loop, as ever.
+        scaler: AMP's GradScaler, where there is one.
+        data: any iterable of batches; one with `state_dict` and `load_state_dict` can go back.
+        run: the run's name; replaces the config's.
+        resume: `auto` goes on from the run's newest checkpoint, `require` fails without one, `never` starts anew.
+        local_only: act without waiting for alerts, as when no Prometheus watches.
+        on_signals: called with each step's `Signals`, for other loggers.
+        clock: Unix seconds.
+
+    Raises:
+        ValueError: an option, the model or a state cannot be used; in one line.
+        OSError: a folder cannot be made or written.
+        RunInUseError: another job runs in the run's folder.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | Config,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: Any = None,  # noqa: ANN401 - anything with state_dict and load_state_dict
+        scaler: Any = None,  # noqa: ANN401 - a GradScaler of any device
+        data: Iterable[Any] | None = None,
+        run: str | None = None,
+        resume: Literal["auto", "require", "never"] = "auto",
+        local_only: bool = False,
+        on_signals: Callable[[Signals], None] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config = read_config(config, run=run)
+        self.step = 0
+        self.stopping = False
+        self._closed = False
+        self._clock = clock
+        self._local_only = local_only
+        self._on_signals = on_signals
+        self._seen_errors: set[str] = set()
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+
+        # What is wrong with the training loop is told before anything is made.
+        self._probe = Probe(model)
+        self._data = Data(data) if data is not None else None
+        self._state = TrainingState(
+            model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=self._data
+        )
+        self._monitor = Monitor(config.detection)
+        self._steps_total = 0
+        encode_plain(self._state.capture(self._rewinding()).plain)
+
+        self._folder = _take_folder(config)
+        try:
+            run_state = self._folder.state
+            self._checkpoints = Checkpoints(
+                config.checkpoints, config.run, lineage=run_state.lineage, on_failure=self._count_checkpoint_failure
+            )
+            self._checkpoints.open()
+        except BaseException:
+            self._folder.lock.release()
+            raise
+        self._steps_total = run_state.steps_total
+        self._checkpoints.proven_step = run_state.proven_step
+        self._learning_rate = LrFactor(optimizers, state=run_state.learning_rate)
+        self._clip = ClipLimit(config.actions, tight_until=run_state.clip_until)
+        if self._data is not None:
+            self._data.quarantine = self._folder.quarantine
+        self._policy = Policy(
+            mode=config.mode,
+            actions=config.actions,
+            budget=config.budget,
+            sustained_steps=config.detection.sustained_steps,
+            state=run_state.policy,
+        )
+        self._actions = Actions(
+            config.actions,
+            lr_floor=config.budget.lr_floor,
+            clip=self._clip,
+            learning_rate=self._learning_rate,
+            checkpoints=self._checkpoints,
+            state=self._state,
+            data=self._data,
+        )
+        self._reader = StepReader(
+            self._probe, optimizers, self._learning_rate, scaler=scaler, shielded=config.mode == "auto"
+        )
+        try:
+            self._resume(resume)
+        except BaseException:
+            self._reader.remove()
+            self._learning_rate.remove()
+            self._folder.lock.release()
+            raise
+        self._open_metrics()
+        self._loop = ControlLoop(self._folder, on_error=self._hold_back)
+        self._journal = Journal(self.page, self._loop, self._folder)
+        self._loop.start()
+        self._save_state()
+        self._data_wait_seconds = 0.0
+        self._step_began = time.perf_counter()
+        _guards[self._folder.path.absolute()] = self
+
+    # --- What the training loop calls -------------------------------------------------------------------------------
+
+    def next_batch(self) -> Any:  # noqa: ANN401 - whatever `data` yields
+        """The next batch that is not in quarantine; begins the next epoch by itself, moves with a rollback."""
+        if self._data is None:
+            raise ValueError("next_batch needs `data`, which this Guard was not given")
+        began = time.perf_counter()
+        batch, left_out = self._data.next_batch(self.step + 1)
+        self._data_wait_seconds = time.perf_counter() - began
+        if left_out:
+            self.page.add("train_steps_skipped_total", left_out, "quarantined")
+        return batch
+
+    def before_optimizer(self, loss: Tensor, *, sample_ids: Sequence[str] = ()) -> None:
+        """Measure, clip and shield the gradients; in the place of `clip_grad_norm_`, and waiting for nothing.
+
+        `loss` is the step's own, not multiplied by AMP's scale. Gradients may have been unscaled already, or not.
+        """
+        try:
+            self._reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            self._hold_back(error)
+            if self.config.actions.clip_max_norm is not None:  # The recipe's clip is not lost with the guard.
+                nn.utils.clip_grad_norm_(self._probe.parameters.values(), self.config.actions.clip_max_norm)
+
+    def end_step(self) -> None:
+        """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
+        self.step += 1
+        self._steps_total += 1
+        moment = Moment(
+            step=self.step,
+            steps_total=self._steps_total,
+            now=self._clock(),
+            loop_up=self._loop.up and not self._local_only,
+        )
+        try:
+            with self.page.update():
+                self._judge(moment)
+                if not self._obey(moment):
+                    self._prove()
+                    if self.step % self.config.checkpoints.every == 0:
+                        self._save_checkpoint()
+                self._learning_rate.advance(self._steps_total)
+                self._metrics.stand(self.step, self._standing(moment))
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            self._hold_back(error)
+
+    def close(self) -> None:
+        """Finish writing, take the hooks off, and leave the run folder. Doing so twice changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._checkpoints.wait()
+        self._reader.remove()
+        self._learning_rate.remove()
+        if self._target is not None:
+            self._target.remove()
+        self._server.close()
+        self._save_state()
+        self._loop.stop()
+        self._folder.lock.release()
+
+    # --- The boundary -----------------------------------------------------------------------------------------------
+
+    def _judge(self, moment: Moment) -> None:
+        """Read the steps that have arrived, let the detectors judge them, and keep what changed."""
+        now = time.perf_counter()
+        step_seconds, self._step_began = now - self._step_began, now
+        for signals in self._reader.arrived(
+            step_seconds=step_seconds,
+            data_wait_seconds=self._data_wait_seconds,
+            data_position=self._data.position - 1 if self._data is not None else None,
+        ):
+            readings, verdicts = self._monitor.update(signals)
+            weights_finite = True
+            if any(verdict.detector == "nonfinite" for verdict in verdicts):
+                weights_finite = self._inspect(signals.step)
+            for incident in self._policy.observe(
+                signals, readings, verdicts, weights_finite=weights_finite, steps_total=moment.steps_total
+            ):
+                self._journal.incident(incident, signals.step)
+                self._save_state()
+            self._metrics.show(signals, readings, verdicts, moment.now)
+            if signals.surge:
+                self.page.add("train_actions_total", 1.0, "clip", "local", "done")
+            if self._on_signals is not None:
+                self._on_signals(signals)
+
+    def _inspect(self, step: int) -> bool:
+        """A step gone bad is worth host reads: which parameters, and whether the weights are still finite."""
+        self._journal.nonfinite(step, self._probe.nonfinite_parameters())
+        weights_finite = self._probe.weights_finite()
+        if not weights_finite:
+            self.page.add("train_nonfinite_total", 1.0, "weight")
+        return weights_finite
+
+    def _obey(self, moment: Moment) -> bool:
+        """Ask the policy, do what it says, and keep what came of it; True if the weights were taken back."""
+        decision, refusals = self._policy.decide(moment, self._loop.commands())
+        for refusal in refusals:
+            self._journal.refusal(refusal, moment)
+            self._journal.answer(refusal.command, refusal.outcome, refusal.detail, moment)
+        if decision is None:
+            return False
+        result = self._actions.apply(decision, moment)
+        to_step = result.loaded.manifest.step if result.loaded is not None else None
+        remedy = self._policy.record(decision, moment, result.outcome, detail=result.detail, to_step=to_step)
+        self._journal.action(decision, remedy, to_step=to_step)
+        if result.loaded is not None:
+            self._go_back(result.loaded, result)
+            self.page.add("train_rollback_lost_steps_total", moment.step - self.step)
+        self._save_state()
+        self._journal.answer(decision.command, remedy.outcome, remedy.detail, moment)
+        if result.loaded is not None:
+            self._loop.flush(_FLUSH_SECONDS)  # On disk before the next step: a crash must not repeat it.
+        if result.stop:
+            _log.critical("step %d: no checkpoint could be loaded whole: stopping", moment.step)
+            self.stopping = True
+        return result.loaded is not None
+
+    def _go_back(self, loaded: Loaded, result: Result | None = None) -> None:
+        """The guard's own part of a restore, after a rollback or a restart."""
+        guard = loaded.snapshot.plain["guard"]
+        self.step = guard["step"]
+        self._monitor.load_state_dict(guard["monitor"])
+        self._reader.forget()
+        self._checkpoints.lineage.begin(self.step)
+        self._checkpoints.proven_step = min(self._checkpoints.proven_step, self.step)
+        if result is not None and result.quarantine is not None:
+            entry = result.quarantine
+            self._loop.write(lambda: self._folder.add_quarantine(entry))
+
+    def _prove(self) -> None:
+        """A checkpoint is proven once every verdict about it could have come, and none did."""
+        proven = self.step - self.config.checkpoints.proof_steps
+        incident = self._policy.open_incident
+        if incident is not None:
+            proven = min(proven, incident.before_step - 1)
+        self._checkpoints.proven_step = max(self._checkpoints.proven_step, proven)
+
+    def _save_checkpoint(self) -> None:
+        if not self._checkpoints.save(self._state.capture(self._rewinding()), self.step):
+            _log.warning("step %d: checkpoint left out, the last one is still being written", self.step)
+            self._count_checkpoint_failure("local")
+        self._save_state()
+
+    # --- State ------------------------------------------------------------------------------------------------------
+
+    def _rewinding(self) -> dict[str, Any]:
+        return {"step": self.step, "steps_total": self._steps_total, "monitor": self._monitor.state_dict()}
+
+    def _save_state(self) -> None:
+        """Write what never rewinds, as it is now, in the background."""
+        content = msgspec.json.encode(
+            RunState(
+                steps_total=self._steps_total,
+                proven_step=self._checkpoints.proven_step,
+                policy=self._policy.state,
+                lineage=self._checkpoints.lineage,
+                learning_rate=self._learning_rate.state,
+                clip_until=self._clip.tight_until,
+            )
+        )
+        self._loop.write(lambda: self._folder.save_state(content))
+
+    def _resume(self, resume: Literal["auto", "require", "never"]) -> None:
+        """Go on from the newest checkpoint; before the first bad step if the job died in an incident."""
+        run, incident = self.config.run, self._policy.open_incident
+        before_step = incident.before_step if incident is not None else 1 << 62
+        for target in self._checkpoints.targets(before_step, proven_only=False) if resume != "never" else []:
+            try:
+                loaded = self._checkpoints.load(target)
+            except OSError as error:
+                _log.warning("%s", error)
+                continue
+            self._state.restore(loaded.snapshot)
+            self._steps_total = max(self._steps_total, loaded.snapshot.plain["guard"]["steps_total"])
+            self._go_back(loaded)
+            why = f"the newest before incident {incident.id}" if incident is not None else "the newest whole one"
+            _log.warning("run %s: goes on from step %d (%s tier, %s)", run, self.step, loaded.tier, why)
+            return
+        if resume == "require":
+            raise ValueError(
+                f"run {run}: no checkpoint to go on from before step {before_step}, and resume is `require`"
+            )
+        self._checkpoints.lineage.begin(0)  # What an earlier job saved here belongs to other weights.
+        self._checkpoints.proven_step = -1
+        _log.info("run %s: starts at step 0", run)
+
+    # --- Metrics ----------------------------------------------------------------------------------------------------
+
+    def _open_metrics(self) -> None:
+        config = self.config
+        self.page = Page(run=config.run)
+        info = {
+            "framework": "torch",
+            "torch": str(torch.__version__),
+            "world_size": "1",
+            "mode": config.mode,
+            "data_rewind": "none" if self._data is None else "exact" if self._data.rewindable else "forward",
+            "shield": self._reader.shield_kind,
+        }
+        self._metrics = Metrics(self.page, config, layers=self._probe.layers, info=info)
+        self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
+        self.metrics_port = self._server.port
+        self._target: Target | None = None
+        if self.metrics_port is None:
+            _log.warning("run %s: no metrics endpoint", config.run)
+            return
+        address = config.metrics.advertise or local_address(config.metrics.host, self.metrics_port)
+        _log.info("run %s: metrics on http://%s/metrics", config.run, address)
+        self._target = Target(Path(config.runs), run=config.run, rank="0", address=address)
+
+    def _standing(self, moment: Moment) -> Standing:
+        incident = self._policy.open_incident
+        targets = self._checkpoints.targets(incident.before_step if incident is not None else self.step + 1)
+        whole = [target.step for target in targets if len(self._checkpoints.tiers(target)) > 1]
+        return Standing(
+            steps_total=self._steps_total,
+            lr_factor=self._learning_rate.factor,
+            clip_max_norm=self._clip.max_norm(self._steps_total),
+            incident_open=incident is not None,
+            loop_up=moment.loop_up,
+            rollback_target_step=whole[0] if whole else -1,
+            checkpoint_steps={tier: self._checkpoints.newest_step(tier) for tier in ("local", "shared")},
+            checkpoint_seconds=self._checkpoints.seconds,
+        )
+
+    def _limits(self) -> Limits:
+        """How far the coming step's gradient may go: the recipe's clip, and R10's surge where the job may act."""
+        max_norm = self._clip.max_norm(self._steps_total)
+        limit = math.inf if max_norm is None else max_norm
+        if self.config.mode != "auto":
+            return Limits(max_norm=limit)
+        return Limits(
+            max_norm=limit,
+            surge_above=self._monitor.surge_above,
+            surge_clip=min(limit, self._monitor.grad_norm_baseline),
+        )
+
+    def _count_checkpoint_failure(self, tier: str) -> None:
+        self.page.add("train_checkpoint_failures_total", 1.0, tier)
+
+    def _hold_back(self, error: Exception) -> None:
+        """Count an error of our own, and log each kind once: the run goes on without what failed."""
+        self.page.add("train_guard_errors_total")
+        kind = f"{type(error).__name__}: {error}"
+        if kind not in self._seen_errors and len(self._seen_errors) < 100:
+            self._seen_errors.add(kind)
+            _log.error("run %s, step %d: held back %s", self.config.run, self.step, kind, exc_info=error)
+
+
+def _take_folder(config: Config) -> JobFolder:
+    """The run's folder, locked; an earlier guard of this process in it is closed first."""
+    runs = Path(config.runs)
+    earlier = _guards.get((runs / config.run).absolute())
+    if earlier is not None and not earlier._closed:  # noqa: SLF001 - of the same class
+        _log.warning("run %s: the earlier guard of this process is closed", config.run)
+        earlier.close()
+    return JobFolder(runs, config.run)

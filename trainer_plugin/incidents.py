@@ -1,0 +1,78 @@
+"""Incidents: one thing that went wrong, its evidence, and the remedies tried on it."""
+
+import math
+
+import msgspec
+
+from trainer_plugin.detectors import Verdict
+
+MAX_EVIDENCE = 20
+
+
+class Remedy(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One action taken (or refused) in an incident. `steps_total` never goes back, `step` does on a rollback."""
+
+    action: str
+    step: int
+    steps_total: int
+    source: str
+    outcome: str
+    alert: str | None = None
+    command: str | None = None
+    detail: str = ""
+
+
+class Incident(msgspec.Struct, kw_only=True):
+    """From the first bad step to the measured recovery. `last_step` is the last one with a verdict."""
+
+    id: int
+    first_step: int
+    detected_step: int
+    last_step: int
+    class_: str = msgspec.field(name="class", default="unknown")
+    evidence: list[str] = msgspec.field(default_factory=list)
+    remedies: list[Remedy] = msgspec.field(default_factory=list)
+    healed: bool = False
+    healed_step: int | None = None
+    good_steps: int = 0
+    signs: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def add(self, verdict: Verdict, level: float | None) -> None:
+        """Take a verdict in: where the deviation began, what it was, and the class as far as the signs tell."""
+        self.first_step = min(self.first_step, verdict.first_step)
+        self.last_step = max(self.last_step, verdict.step)
+        sign = f"{verdict.detector}:{verdict.signal}"
+        if sign not in self.signs and len(self.evidence) < MAX_EVIDENCE:
+            against = "" if math.isnan(verdict.baseline) else f" against {verdict.baseline:.4g}"
+            self.evidence.append(
+                f"step {verdict.step}: {verdict.detector} on {verdict.signal}, {verdict.value:.4g}{against}"
+            )
+        self.signs.setdefault(sign, verdict.first_step)
+        self.class_ = classify(self.signs, level)
+
+    @property
+    def before_step(self) -> int:
+        """A state to go back to must lie before this step: a loss shows the update of the step before it."""
+        return self.first_step - 1
+
+    def tried(self, action: str) -> list[Remedy]:
+        """The remedies of one kind, oldest first."""
+        return [remedy for remedy in self.remedies if remedy.action == action]
+
+
+def classify(signs: dict[str, int], grad_norm_ratio: float | None) -> str:
+    """The class of an incident from its first signs (`detector:signal` -> step), asked in the order of R18.
+
+    R3: a gradient that surges before or with the loss is a divergence; a loss that jumps over a calm gradient is the
+    batch. `grad_norm_ratio` is the gradient norm over its baseline when the loss jumped, None while it has not.
+    """
+    if any(sign.startswith("nonfinite:") for sign in signs):
+        return "numerical"
+    if "ema_ratio:grad_norm" in signs:
+        return "gradient_explosion"
+    loss, norm = signs.get("robust:loss"), signs.get("robust:grad_norm")
+    if norm is not None and (loss is None or norm <= loss):
+        return "gradient_explosion"
+    if loss is not None and grad_norm_ratio is not None and grad_norm_ratio < 1.5:
+        return "bad_sample"
+    return "unknown"

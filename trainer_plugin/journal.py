@@ -1,0 +1,76 @@
+"""The journal: every incident, action and refusal, told in the log, on the page, in the trail and to who asked."""
+
+import logging
+from typing import Any
+
+import msgspec
+
+from exporter.commands import Command, Outcome, Record
+from exporter.page import Page
+from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.incidents import Incident, Remedy
+from trainer_plugin.policy import Decision, Moment, Refusal
+from trainer_plugin.run_folder import JobFolder
+
+_log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Writes in the background, in order; what is told is never lost to a slow disk, and never waits for one."""
+
+    def __init__(self, page: Page, loop: ControlLoop, folder: JobFolder) -> None:
+        self._page = page
+        self._loop = loop
+        self._folder = folder
+
+    def incident(self, incident: Incident, step: int) -> None:
+        """An incident opened, or healed."""
+        entry: dict[str, Any] = msgspec.to_builtins(incident)
+        if incident.healed:
+            _log.warning("step %d: incident %d healed", step, incident.id)
+            self.trail("incident_healed", entry)
+            return
+        _log.warning("step %d: incident %d, %s: %s", step, incident.id, incident.class_, "; ".join(incident.evidence))
+        self._page.add("train_incidents_total", 1.0, incident.class_)
+        self.trail("incident_opened", entry)
+
+    def nonfinite(self, step: int, parameters: list[str]) -> None:
+        """A gradient that is not finite, by the names of its parameters."""
+        _log.warning("step %d: gradient not finite in %s", step, ", ".join(parameters[:10]))
+        self.trail("nonfinite", {"step": step, "parameters": parameters[:100]})
+
+    def action(self, decision: Decision, remedy: Remedy, *, to_step: int | None) -> None:
+        """An action and its outcome."""
+        self._page.add("train_actions_total", 1.0, remedy.action, remedy.source, remedy.outcome)
+        _log.warning(
+            "step %d: %s by %s (%s): %s, %s",
+            remedy.step, remedy.action, remedy.alert or remedy.source, decision.reason, remedy.outcome, remedy.detail,
+        )  # fmt: skip
+        entry = {"incident": decision.incident.id, "reason": decision.reason, **msgspec.to_builtins(remedy)}
+        self.trail("action", entry if to_step is None else {**entry, "to_step": to_step})
+
+    def refusal(self, refusal: Refusal, moment: Moment) -> None:
+        """A command or wish that led to no action."""
+        self._page.add("train_actions_total", 1.0, refusal.action, refusal.source, refusal.outcome)
+        _log.warning("step %d: no %s: %s, %s", moment.step, refusal.action, refusal.outcome, refusal.detail)
+        entry = {
+            "step": moment.step,
+            "steps_total": moment.steps_total,
+            "action": refusal.action,
+            "source": refusal.source,
+            "alert": refusal.command.alert if refusal.command else None,
+            "outcome": refusal.outcome,
+            "detail": refusal.detail,
+        }
+        self.trail("refused", entry)
+
+    def answer(self, command: Command | None, outcome: str, detail: str, moment: Moment) -> None:
+        """Give a command its outcome, where there was one."""
+        if command is not None:
+            known: Outcome = msgspec.convert(outcome, Outcome)
+            record = Record(command=command, outcome=known, decided=moment.now, at_step=moment.step, detail=detail)
+            self._loop.finish(record)
+
+    def trail(self, kind: str, entry: dict[str, Any]) -> None:
+        """A line of the run's trail."""
+        self._loop.write(lambda: self._folder.log(kind, entry))

@@ -1,0 +1,102 @@
+"""The guard's factor on the learning rate: a layer over whatever schedule the training loop has.
+
+The factor is on the optimizer's groups only while the optimizer steps, so no scheduler ever sees it: one that
+recomputes from a base rate cannot undo it, one that chains on the current rate cannot compound it, and a checkpoint
+holds the schedule alone.
+"""
+
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+
+class LrState(msgspec.Struct, kw_only=True):
+    """The factor and its way back, in optimizer steps run (`train_steps_total`, which never goes back)."""
+
+    lowered_to: float = 1.0
+    hold_until: int = 0
+    return_until: int = 0
+
+
+class LrFactor:
+    """Effective learning rate = schedule x factor, for every group of every optimizer."""
+
+    def __init__(self, optimizers: list[Optimizer], *, state: LrState | None = None) -> None:
+        self.state = state or LrState()
+        self.factor = 1.0
+        self._schedule: list[tuple[dict[str, Any], Any]] = []
+        self._effective: dict[int, tuple[Any, ...]] = {}
+        self._optimizers = optimizers
+        self._hooks = [
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
+
+    def lower(self, by: float, *, floor: float, now: int, hold_steps: int, return_steps: int, stack: bool) -> float:
+        """Multiply the factor with `by` for `hold_steps`, then lead it back to 1 over `return_steps`; return it.
+
+        `stack` multiplies a factor that is still lowered; without it the factor becomes `by` again. `floor` is the
+        least factor.
+        """
+        start = self.factor if stack else 1.0
+        self.state = LrState(
+            lowered_to=max(start * by, floor),
+            hold_until=now + hold_steps,
+            return_until=now + hold_steps + return_steps,
+        )
+        return self.advance(now)
+
+    def advance(self, now: int) -> float:
+        """Set and return the factor for the step after `now` optimizer steps run."""
+        state = self.state
+        if now < state.hold_until:
+            self.factor = state.lowered_to
+        elif now < state.return_until:
+            way_back = (now - state.hold_until + 1) / (state.return_until - state.hold_until + 1)
+            self.factor = state.lowered_to + (1.0 - state.lowered_to) * way_back
+        else:
+            self.factor = 1.0
+        return self.factor
+
+    def effective(self) -> tuple[float, ...]:
+        """The learning rate of each group in the last step, group after group, optimizer after optimizer."""
+        rates: list[float] = []
+        for optimizer in self._optimizers:
+            known = self._effective.get(id(optimizer))
+            rates += map(float, known or [group["lr"] for group in optimizer.param_groups])
+        return tuple(rates)
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizers and leave the schedule's own rates behind."""
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's own hook type
+        self._restore()  # Left over only if the last step raised.
+        if self.factor != 1.0:
+            for group in optimizer.param_groups:
+                rate = group["lr"]
+                self._schedule.append((group, rate))
+                # Replaced, never changed in place: a tensor given once is the same object in every group.
+                group["lr"] = rate * self.factor
+        self._effective[id(optimizer)] = tuple(_copy(group["lr"]) for group in optimizer.param_groups)
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        self._restore()
+
+    def _restore(self) -> None:
+        for group, rate in self._schedule:
+            group["lr"] = rate
+        self._schedule.clear()
+
+
+def _copy(rate: float | torch.Tensor) -> float | torch.Tensor:
+    """A tensor rate is copied, since a scheduler changes it in place."""
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate

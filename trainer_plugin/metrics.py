@@ -1,0 +1,153 @@
+"""What the job shows after each step: signals, readings and state, put on the metrics page."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from exporter.page import Page
+from trainer_plugin.config import Config
+from trainer_plugin.detectors import Verdict
+from trainer_plugin.monitor import Readings
+from trainer_plugin.signals import Signals
+
+_RECENT_SECONDS = 60.0
+# Readings whose field is the metric's name without its prefix; NaN means "not known yet": absent.
+_READING_GAUGES = (
+    "loss_ema",
+    "grad_norm_ema",
+    "loss_mean",
+    "loss_stddev",
+    "loss_robust_center",
+    "loss_robust_scale",
+    "grad_norm_robust_center",
+    "grad_norm_robust_scale",
+)
+_READING_HISTOGRAMS = (
+    "loss_ema_ratio",
+    "grad_norm_ema_ratio",
+    "loss_zscore",
+    "loss_robust_score",
+    "grad_norm_robust_score",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Where the run stands at a boundary, beside its signals."""
+
+    steps_total: int
+    lr_factor: float
+    clip_max_norm: float | None
+    incident_open: bool
+    loop_up: bool
+    rollback_target_step: int
+    checkpoint_steps: dict[str, int]
+    checkpoint_seconds: dict[str, float]
+
+
+class Metrics:
+    """The job's page, filled. Every series that can be known beforehand exists before the first step."""
+
+    def __init__(self, page: Page, config: Config, *, layers: tuple[str, ...], info: dict[str, str]) -> None:
+        self.page = page
+        self._recent = {"loss": _RecentMax(), "grad_norm": _RecentMax()}
+        for layer in layers:
+            page.add("train_layer_nonfinite_total", 0.0, layer)
+        for name, value in _thresholds(config).items():
+            page.set("train_threshold", value, name)
+        page.set("train_info", 1.0, *info.values())
+
+    def show(self, signals: Signals, readings: Readings, verdicts: list[Verdict], now: float) -> None:
+        """Put one step on the page. The caller holds `page.update()` around this and `stand`."""
+        page = self.page
+        self._show_signals(signals, now)
+        for name in _READING_GAUGES:
+            value: float = getattr(readings, name)
+            if math.isfinite(value):
+                page.set(f"train_{name}", value)
+        for name in _READING_HISTOGRAMS:
+            page.observe(f"train_{name}", getattr(readings, name))
+        for signal, counts in (("loss", readings.loss_high_steps), ("grad_norm", readings.grad_norm_high_steps)):
+            for level, steps in counts.items():
+                page.set(f"train_{signal}_high_steps", steps, f"{level:g}")
+        page.set("train_loss_unrecovered_steps", readings.loss_unrecovered_steps)
+        page.set("train_steps_withheld", readings.withheld_steps)
+        for verdict in verdicts:
+            page.add("train_detections_total", 1.0, verdict.detector, verdict.signal)
+            if verdict.detector == "nonfinite":
+                page.add("train_nonfinite_total", 1.0, "loss" if verdict.signal == "loss" else "grad")
+
+    def _show_signals(self, signals: Signals, now: float) -> None:
+        page = self.page
+        page.set("train_loss", signals.loss)
+        if signals.grad_norm is None:
+            page.clear("train_grad_norm")
+        else:
+            page.set("train_grad_norm", signals.grad_norm)
+        for layer, norm in signals.layer_grad_norms.items():
+            page.set("train_layer_grad_norm", norm, layer)
+            if not math.isfinite(norm):
+                page.add("train_layer_nonfinite_total", 1.0, layer)
+        for signal, value in (("loss", signals.loss), ("grad_norm", signals.grad_norm)):
+            largest = self._recent[signal].update(now, value)
+            if largest is not None:
+                page.set(f"train_{signal}_recent_max", largest)
+        for group, rate in enumerate(signals.learning_rates):
+            page.set("train_learning_rate", rate, str(group))
+        if signals.amp_loss_scale is not None:
+            page.set("train_amp_loss_scale", signals.amp_loss_scale)
+        if signals.withheld == "amp_overflow":
+            page.add("train_amp_overflows_total")
+        if signals.withheld is not None:
+            page.add("train_steps_skipped_total", 1.0, signals.withheld)
+        page.add("train_samples_total", len(signals.sample_ids))
+        page.observe("train_step_seconds", signals.step_seconds)
+        page.observe("train_data_wait_seconds", signals.data_wait_seconds)
+
+    def stand(self, step: int, standing: Standing) -> None:
+        """Put the state of the run on the page."""
+        page = self.page
+        page.set("train_step", step)
+        page.add("train_steps_total", standing.steps_total - (page.value("train_steps_total") or 0.0))
+        page.set("train_lr_factor", standing.lr_factor)
+        if standing.clip_max_norm is not None:
+            page.set("train_clip_max_norm", standing.clip_max_norm)
+        page.set("train_incident_open", float(standing.incident_open))
+        page.set("train_control_loop_up", float(standing.loop_up))
+        page.set("train_rollback_target_step", standing.rollback_target_step)
+        for tier, saved in standing.checkpoint_steps.items():
+            page.set("train_checkpoint_step", saved, tier, "periodic")
+        for tier, seconds in standing.checkpoint_seconds.items():
+            page.set("train_checkpoint_seconds", seconds, tier)
+
+
+class _RecentMax:
+    """The largest finite value of the last minute, in amortised constant time and for any number of scrapers."""
+
+    def __init__(self) -> None:
+        self._falling: deque[tuple[float, float]] = deque()
+
+    def update(self, now: float, value: float | None) -> float | None:
+        while self._falling and now - self._falling[0][0] > _RECENT_SECONDS:
+            self._falling.popleft()
+        if value is not None and math.isfinite(value):
+            while self._falling and self._falling[-1][1] <= value:
+                self._falling.pop()
+            self._falling.append((now, value))
+        return self._falling[0][1] if self._falling else None
+
+
+def _thresholds(config: Config) -> dict[str, float]:
+    detection, budget = config.detection, config.budget
+    return {
+        "warmup_steps": detection.warmup_steps,
+        "loss_ratio": detection.loss_ratio,
+        "grad_norm_ratio": detection.grad_norm_ratio,
+        "sigma": detection.sigma,
+        "robust_score": detection.robust_score,
+        "sustained_steps": detection.sustained_steps,
+        "checkpoint_every_steps": config.checkpoints.every,
+        "alert_grace_seconds": config.actions.alert_grace_seconds,
+        "rollbacks_per_day": budget.rollbacks_per_day,
+        "lr_floor": budget.lr_floor,
+    }

@@ -1,0 +1,398 @@
+"""The policy: verdicts and commands meet here, and at most one action a boundary comes out. Pure: no torch, no files.
+
+| sign                                       | remedy                            | who acts                          |
+|--------------------------------------------|-----------------------------------|-----------------------------------|
+| loss or gradient not finite                | step withheld (by the shield)     | the job, at once                  |
+| gradient norm > `grad_norm_ratio` x EMA    | clipped in that step, then lower_lr | the job, at once                |
+| loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
+| loss unrecovered for `sustained_steps`     | rollback                          | the alert, else the job (grace)   |
+| `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
+| weights not finite                         | rollback                          | the job, at once                  |
+
+"The job" means mode `auto`: in `observe` it says what it would have done, in `assist` it obeys commands only.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from exporter.commands import Command
+from trainer_plugin.detectors import Verdict
+from trainer_plugin.incidents import Incident, Remedy
+from trainer_plugin.monitor import Monitor, Readings
+from trainer_plugin.signals import Signals
+
+Mode = Literal["observe", "assist", "auto"]
+
+# Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
+HEALED_STEPS = 20
+# Updates withheld in a row after which waiting for a better batch is no remedy.
+NO_UPDATES_STEPS = 10
+MAX_FAILURES = 3
+KEPT_INCIDENTS = 50
+_DAY_SECONDS = 86_400.0
+
+
+class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`actions:` of guard.yaml."""
+
+    clip_max_norm: float | None = 1.0
+    clip_factor: float = 0.5
+    clip_steps: int = 200
+    lr_factor: float = 0.5
+    lr_hold_steps: int = 200
+    lr_return_steps: int = 200
+    lr_stacking: bool = True
+    rollback_optimizer: Literal["restore", "reset", "keep"] = "restore"
+    alert_grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.clip_max_norm is not None and self.clip_max_norm <= 0.0:
+            raise ValueError(f"`clip_max_norm` must be above 0 or null, found {self.clip_max_norm}")
+        for name in ("clip_factor", "lr_factor"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"`{name}` must be between 0 and 1, found {getattr(self, name)}")
+        for name in ("clip_steps", "lr_hold_steps", "lr_return_steps", "alert_grace_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
+
+
+class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`budget:` of guard.yaml: how much the guard may do before a person has to look."""
+
+    rollbacks_per_day: int = 3
+    same_target: int = 2
+    lr_floor: float = 0.1
+    cooldown_steps: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("rollbacks_per_day", "same_target", "cooldown_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
+        if not 0.0 < self.lr_floor <= 1.0:
+            raise ValueError(f"`lr_floor` must be above 0 and at most 1, found {self.lr_floor}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A boundary: the step just run, all steps ever run, Unix seconds, and whether the outer loop is alive."""
+
+    step: int
+    steps_total: int
+    now: float
+    loop_up: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One action to take now. A rollback goes to a state before `before_step`, its suspect window times `widen`."""
+
+    action: str
+    source: str
+    reason: str
+    incident: Incident
+    command: Command | None = None
+    before_step: int = 0
+    widen: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A command or wish that leads to no action, and why."""
+
+    action: str
+    source: str
+    outcome: str
+    detail: str
+    command: Command | None = None
+
+
+class Rollback(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollback that was done; `first_step` is its incident's."""
+
+    at: float
+    at_step: int
+    at_steps_total: int
+    to_step: int
+    first_step: int
+
+
+class PolicyState(msgspec.Struct, kw_only=True):
+    """What the policy remembers. Never rewinds: kept in the run folder, not in the weights' history."""
+
+    incidents: list[Incident] = msgspec.field(default_factory=list)
+    rollbacks: list[Rollback] = msgspec.field(default_factory=list)
+    next_id: int = 1
+
+
+class Policy:
+    """The ladder of R9 with its budgets; `sustained_steps` is the detectors' own."""
+
+    def __init__(
+        self,
+        *,
+        mode: Mode,
+        actions: ActionsConfig,
+        budget: BudgetConfig,
+        sustained_steps: int,
+        state: PolicyState | None = None,
+    ) -> None:
+        self.mode = mode
+        self.state = state or PolicyState()
+        self._actions = actions
+        self._budget = budget
+        self._sustained_steps = sustained_steps
+        self._slow_since: float | None = None
+        self._surged = False
+        self._weights_finite = True
+        self._readings: Readings | None = None
+
+    @property
+    def open_incident(self) -> Incident | None:
+        """The incident that is not healed yet, if any."""
+        newest = self.state.incidents[-1] if self.state.incidents else None
+        return newest if newest is not None and not newest.healed else None
+
+    def observe(
+        self, signals: Signals, readings: Readings, verdicts: list[Verdict], *, weights_finite: bool, steps_total: int
+    ) -> list[Incident]:
+        """Take in one step; return the incidents that opened or healed by it."""
+        self._readings, self._weights_finite, self._surged = readings, weights_finite, signals.surge
+        acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
+        changed = []
+        incident = self.open_incident
+        if acting and incident is None:
+            incident = self._open(min(verdict.first_step for verdict in acting), signals.step)
+            changed.append(incident)
+        if incident is None:
+            return changed
+        for verdict in acting:
+            incident.add(verdict, readings.grad_norm_ema_ratio)
+        if signals.surge:
+            remedy = Remedy(
+                action="clip", step=signals.step, steps_total=steps_total, source="local", outcome="done",
+                detail=f"surge clipped in the same step, x {signals.clip_coefficient:.3g}",
+            )  # fmt: skip
+            incident.remedies.append(remedy)
+        good = not acting and readings.loss_unrecovered_steps == 0 and signals.withheld in (None, "amp_overflow")
+        if not good:
+            incident.good_steps = 0
+        elif signals.step > incident.first_step:
+            incident.good_steps += 1
+        if incident.good_steps >= HEALED_STEPS:
+            incident.healed, incident.healed_step = True, signals.step
+            self._slow_since = None
+            changed.append(incident)
+        return changed
+
+    def decide(self, moment: Moment, commands: list[Command]) -> tuple[Decision | None, list[Refusal]]:
+        """What to do at this boundary: the oldest command that may be obeyed, else what the job itself would do."""
+        refusals: list[Refusal] = []
+        decision: Decision | None = None
+        for command in commands:
+            answer = self._answer(command, moment) if decision is None else None
+            if isinstance(answer, Refusal):
+                refusals.append(answer)
+            elif answer is not None:
+                decision = answer
+        if decision is None:
+            wish = self._wish(moment)
+            if isinstance(wish, Refusal):
+                refusals.append(wish)
+            else:
+                decision = wish
+        return decision, refusals
+
+    def record(self, decision: Decision, moment: Moment, outcome: str, *, detail: str, to_step: int | None) -> Remedy:
+        """Keep what came of a decision; `to_step` where a rollback went."""
+        remedy = Remedy(
+            action=decision.action,
+            step=moment.step,
+            steps_total=moment.steps_total,
+            source=decision.source,
+            outcome=outcome,
+            alert=decision.command.alert if decision.command else None,
+            command=decision.command.id if decision.command else None,
+            detail=detail,
+        )
+        decision.incident.remedies.append(remedy)
+        if to_step is not None:
+            self.state.rollbacks.append(
+                Rollback(
+                    at=moment.now,
+                    at_step=moment.step,
+                    at_steps_total=moment.steps_total,
+                    to_step=to_step,
+                    first_step=decision.incident.first_step,
+                )
+            )
+            decision.incident.good_steps = 0
+            self._slow_since = None
+        return remedy
+
+    def _open(self, first_step: int, step: int) -> Incident:
+        incident = Incident(id=self.state.next_id, first_step=first_step, detected_step=step, last_step=step)
+        self.state.next_id += 1
+        self.state.incidents = [*self.state.incidents[-KEPT_INCIDENTS:], incident]
+        return incident
+
+    def _answer(self, command: Command, moment: Moment) -> Decision | Refusal:
+        """Obey a command, or say why not."""
+
+        def refuse(outcome: str, detail: str) -> Refusal:
+            return Refusal(
+                action=command.action, source=command.source, outcome=outcome, detail=detail, command=command
+            )
+
+        if self.mode == "observe":
+            return refuse("observed", "mode is observe")
+        incident = self.open_incident
+        if command.source == "alert":
+            handled = self._handled(command, moment)
+            if handled is not None:
+                return refuse(*handled)
+            if self._cooling(command.action, moment):
+                return refuse(
+                    "refused_cooldown", f"within {self._budget.cooldown_steps} steps of the last {command.action}"
+                )
+        if command.action == "rollback":
+            first_step = incident.first_step if incident else (command.step or moment.step)
+            refused = self._over_budget(first_step, moment.now)
+            if refused:
+                return refuse("refused_budget", refused)
+        if incident is None:
+            incident = self._open(command.step or moment.step, moment.step)
+            incident.evidence.append(
+                f"step {moment.step}: {command.alert or command.source} asked for {command.action}"
+            )
+        return self._decision(
+            command.action, command.source, command.reason, incident=incident, moment=moment, command=command
+        )
+
+    def _handled(self, command: Command, moment: Moment) -> tuple[str, str] | None:
+        """Whether an alert is about something that is over: judged by steps, not by clocks."""
+        last = self.state.rollbacks[-1] if self.state.rollbacks else None
+        if command.steps_total is not None:
+            if command.steps_total > moment.steps_total:
+                return "stale", f"speaks of optimizer step {command.steps_total}, this job has run {moment.steps_total}"
+            if last is not None and command.steps_total <= last.at_steps_total:
+                return "duplicate", f"already handled by the rollback to step {last.to_step}"
+        elif command.step is not None and command.step > moment.step:
+            return "stale", f"speaks of step {command.step}, the run is at {moment.step}"
+        elif last is not None and command.starts_at is not None and command.starts_at <= last.at:
+            return "duplicate", f"began before the rollback to step {last.to_step}"
+        if not self._still_so(command.alert):
+            return "stale", "no longer so: the job's own reading is back to normal"
+        return None
+
+    def _still_so(self, alert: str | None) -> bool:
+        """Hold an alert about what the job measures itself against the job's present reading."""
+        readings = self._readings
+        if readings is None:
+            return True
+        match alert:
+            case "TrainLossNotRecovering":
+                return readings.loss_unrecovered_steps > 0
+            case "TrainLossSpikeSustained":
+                return max(readings.loss_high_steps.values()) > 0
+            case "TrainNoUpdates":
+                return readings.withheld_steps > 0
+            case "TrainWeightsNonFinite":
+                return not self._weights_finite
+            case _:
+                return True  # A rule of the user's own, about what only Prometheus sees.
+
+    def _wish(self, moment: Moment) -> Decision | Refusal | None:
+        """What the job would do by itself, in the order of the table above."""
+        incident, readings = self.open_incident, self._readings
+        if incident is None or readings is None:
+            return None
+        if not self._weights_finite:
+            return self._local("rollback", "weights are not finite", incident, moment)
+        if self._surged and not incident.tried("lower_lr"):
+            return self._local("lower_lr", "gradient surge", incident, moment)
+        slow = None
+        if readings.loss_unrecovered_steps >= self._sustained_steps:
+            slow = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
+        elif readings.withheld_steps >= NO_UPDATES_STEPS:
+            slow = f"{readings.withheld_steps} updates withheld in a row"
+        if slow is None:
+            self._slow_since = None
+        elif not self._cooling("rollback", moment):
+            self._slow_since = moment.now if self._slow_since is None else self._slow_since
+            waited = moment.now - self._slow_since
+            if not moment.loop_up or waited >= self._actions.alert_grace_seconds or self.mode != "auto":
+                return self._local("rollback", slow, incident, moment)
+        finite = any(not sign.startswith("nonfinite:") for sign in incident.signs)
+        if finite and not incident.remedies and self._actions.clip_max_norm is not None:
+            return self._local("clip", "out of the robust band", incident, moment)
+        return None
+
+    def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
+        """The job's own wish, unless this incident has had its answer already."""
+        tried = incident.tried(action)
+        final = [remedy for remedy in tried if remedy.outcome in ("observed", "refused_budget", "no_target")]
+        if final or sum(remedy.outcome == "failed" for remedy in tried) >= MAX_FAILURES:
+            return None
+        outcome = detail = ""
+        if self.mode != "auto":
+            outcome, detail = "observed", f"{reason}; mode is {self.mode}"
+        elif action == "rollback":
+            detail = self._over_budget(incident.first_step, moment.now)
+            outcome = "refused_budget" if detail else ""
+        if outcome:
+            remedy = Remedy(
+                action=action, step=moment.step, steps_total=moment.steps_total, source="local",
+                outcome=outcome, detail=detail,
+            )  # fmt: skip
+            incident.remedies.append(remedy)
+            return Refusal(action=action, source="local", outcome=outcome, detail=detail)
+        return self._decision(action, "local", reason, incident=incident, moment=moment)
+
+    def _decision(
+        self,
+        action: str,
+        source: str,
+        reason: str,
+        *,
+        incident: Incident,
+        moment: Moment,
+        command: Command | None = None,
+    ) -> Decision:
+        again = self._same_place(incident.first_step, moment.now) if action == "rollback" else []
+        return Decision(
+            action=action,
+            source=source,
+            reason=reason,
+            incident=incident,
+            command=command,
+            # R11: back to the same place means that the last target was not good enough, nor the window.
+            before_step=min([incident.before_step, *(rollback.to_step for rollback in again)]),
+            widen=2 ** len(again),
+        )
+
+    def _same_place(self, first_step: int, now: float) -> list[Rollback]:
+        """The rollbacks of the last day that an incident at `first_step` shows to have been in vain."""
+        return [rollback for rollback in self._recent(now) if first_step <= rollback.at_step]
+
+    def _recent(self, now: float) -> list[Rollback]:
+        return [rollback for rollback in self.state.rollbacks if now - rollback.at < _DAY_SECONDS]
+
+    def _over_budget(self, first_step: int, now: float) -> str:
+        """Why another rollback is not allowed, or an empty text."""
+        if len(self._recent(now)) >= self._budget.rollbacks_per_day:
+            return f"rollbacks_per_day ({self._budget.rollbacks_per_day}) is spent"
+        if len(self._same_place(first_step, now)) >= self._budget.same_target:
+            return f"same_target ({self._budget.same_target}) is spent at step {first_step}"
+        return ""
+
+    def _cooling(self, action: str, moment: Moment) -> bool:
+        """Whether the last remedy of this kind has not had its time yet."""
+        done = [
+            remedy.steps_total
+            for incident in self.state.incidents
+            for remedy in incident.tried(action)
+            if remedy.outcome == "done"
+        ]
+        return bool(done) and moment.steps_total - max(done) < self._budget.cooldown_steps

@@ -1,0 +1,168 @@
+"""A run's folder as its job sees it: the lock, the state that never rewinds, and the trail of incidents."""
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from exporter.runs import RunFolder, write_atomically
+from trainer_plugin.checkpoints import Lineage
+from trainer_plugin.data import Quarantine
+from trainer_plugin.learning_rate import LrState
+from trainer_plugin.policy import PolicyState
+
+_log = logging.getLogger(__name__)
+SCHEMA = 1
+# A lock on another host whose heartbeat is older than this belongs to a job that is gone.
+_STALE_LOCK_SECONDS = 60.0
+
+
+class RunInUseError(RuntimeError):
+    """Another job runs in this folder."""
+
+
+class RunState(msgspec.Struct, kw_only=True):
+    """What never rewinds (R14). `steps_total` and `counters` go on over rollbacks and restarts."""
+
+    steps_total: int = 0
+    proven_step: int = -1
+    policy: PolicyState = msgspec.field(default_factory=PolicyState)
+    lineage: Lineage = msgspec.field(default_factory=Lineage)
+    learning_rate: LrState = msgspec.field(default_factory=LrState)
+    clip_until: int = 0
+    schema: int = SCHEMA
+
+
+class _Holder(msgspec.Struct, kw_only=True):
+    host: str
+    pid: int
+    heartbeat: float
+
+
+class RunLock:
+    """One job per run folder: an advisory lock for this host, a heartbeat for the others."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            self._acquire()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _acquire(self) -> None:
+        holder = self._holder()
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise RunInUseError(f"run folder {self._path.parent} is in use by {who}") from None
+        elsewhere = holder is not None and holder.host != socket.gethostname()
+        if holder is not None and elsewhere and time.time() - holder.heartbeat < _STALE_LOCK_SECONDS:
+            raise RunInUseError(f"run folder {self._path.parent} is in use by process {holder.pid} on {holder.host}")
+        self.beat()
+
+    def beat(self) -> None:
+        """Show that this job is alive."""
+        content = msgspec.json.encode(_Holder(host=socket.gethostname(), pid=os.getpid(), heartbeat=time.time()))
+        os.pwrite(self._descriptor, content.ljust(200), 0)
+
+    def release(self) -> None:
+        """Let another job in."""
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+    def _holder(self) -> _Holder | None:
+        try:
+            return msgspec.json.decode(os.pread(self._descriptor, 1000, 0), type=_Holder)
+        except msgspec.MsgspecError:
+            return None
+
+
+class JobFolder:
+    """`<runs>/<run>` with everything in it that the job owns.
+
+    Raises (on construction):
+        OSError: the folder cannot be made or written.
+        RunInUseError: another job has it.
+        ValueError: its state was written by another version.
+    """
+
+    def __init__(self, runs: Path, run: str) -> None:
+        folder = RunFolder(runs, run)
+        self.path = folder.path
+        self.inbox = folder.inbox
+        self.outer = folder
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.lock = RunLock(self.path / "lock")
+        except OSError as error:
+            raise type(error)(f"run folder {self.path} cannot be written: {error.strerror}") from error
+        try:
+            self.inbox.create()
+            self.state = self._load_state()
+            self.quarantine = self._load_quarantine()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    @property
+    def _state_path(self) -> Path:
+        return self.path / "state.json"
+
+    def save_state(self, content: bytes) -> None:
+        """Make an encoded `RunState` durable.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_atomically(self._state_path, content)
+
+    def log(self, kind: str, entry: dict[str, Any]) -> None:
+        """Add a line to the trail `incidents.jsonl`."""
+        line = json.dumps({"schema": SCHEMA, "time": round(time.time(), 3), "kind": kind, **entry})
+        with (self.path / "incidents.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def add_quarantine(self, entry: Quarantine) -> None:
+        """Keep a range of data out of training for good."""
+        self.quarantine.append(entry)
+        with (self.path / "quarantine.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _load_state(self) -> RunState:
+        try:
+            content = self._state_path.read_bytes()
+        except FileNotFoundError:
+            return RunState()
+        try:
+            state = msgspec.json.decode(content, type=RunState)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{self._state_path}: not the state of a run: {error}") from error
+        if state.schema != SCHEMA:
+            raise ValueError(
+                f"{self._state_path}: schema {state.schema}, written by another version; this reads {SCHEMA}"
+            )
+        return state
+
+    def _load_quarantine(self) -> list[Quarantine]:
+        try:
+            lines = (self.path / "quarantine.jsonl").read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        entries = []
+        for line in lines:
+            try:
+                entries.append(msgspec.json.decode(line, type=Quarantine))
+            except msgspec.MsgspecError:
+                _log.warning("%s: a line that cannot be read is left out", self.path / "quarantine.jsonl")
+        return entries

@@ -1,0 +1,71 @@
+"""The shield: a bad step never reaches weights, moments or step counts, whatever the optimizer's implementation.
+
+Never by multiplying with zero: 0 x NaN is NaN, and a zero gradient still moves weights through momentum and decay.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Shield:
+    """Withholds the next step of every optimizer when the flag it was armed with is set.
+
+    A fused optimizer takes the flag on the device (`found_inf`, its own way to skip a step). Any other is shown
+    parameters without gradients, which is a true no-op; that needs one host read of the flag, inside its step.
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._bad: Tensor | None = None
+        self._hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._flagged: set[int] = set()
+        self._hooks = [
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
+
+    def arm(self, bad: Tensor | None) -> None:
+        """Guard the coming step with a float32 scalar (1.0: withhold), or let it through with None."""
+        self._bad = bad
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's own hook type
+        if self._bad is None:
+            return
+        if is_fused(optimizer):
+            # Under a GradScaler the scaler has put its own flag here, and takes it away again itself.
+            theirs: Tensor | None = getattr(optimizer, "found_inf", None)
+            if theirs is None:
+                optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+                self._flagged.add(id(optimizer))
+            else:
+                optimizer.found_inf = torch.maximum(theirs, self._bad.to(theirs.device))  # type: ignore[attr-defined]
+        elif bool(self._bad):  # The one deliberate host read: these optimizers take no flag.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._hidden.append((parameter, parameter.grad))
+                        parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        if id(optimizer) in self._flagged:
+            self._flagged.discard(id(optimizer))
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether every parameter group of the optimizer runs torch's fused implementation."""
+    return all(group.get("fused") for group in optimizer.param_groups)

@@ -1,0 +1,111 @@
+"""The reader of a step: measures it before the optimizer, shields it, and has its `Signals` at the boundary."""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.probe import Limits, Probe, Row
+from trainer_plugin.shield import Shield, is_fused
+from trainer_plugin.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    """A step that was measured and whose values are on their way."""
+
+    step: int
+    row: Row
+    limits: Limits
+    sample_ids: tuple[str, ...]
+
+
+class StepReader:
+    """One for a run. With `shielded`, a step that is not finite is withheld from the optimizers."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        optimizers: list[Optimizer],
+        learning_rate: LrFactor,
+        *,
+        scaler: Any = None,  # noqa: ANN401 - a GradScaler of any device
+        shielded: bool,
+    ) -> None:
+        self._probe = probe
+        self._optimizers = optimizers
+        self._learning_rate = learning_rate
+        self._scaler = scaler
+        self._shield = Shield(optimizers)
+        self._shielded = shielded
+        self._taken: deque[_Taken] = deque()
+        # On an accelerator the values of a step are read at the next boundary, when they have long arrived.
+        self._lag_steps = 1 if any(p.is_cuda for p in probe.parameters.values()) else 0
+
+    @property
+    def shield_kind(self) -> str:
+        """How a bad step is withheld: `found_inf` (on the device), `hook` (by a host read) or `off`."""
+        if not self._shielded:
+            return "off"
+        return "found_inf" if all(is_fused(optimizer) for optimizer in self._optimizers) else "hook"
+
+    def take(self, loss: Tensor, *, step: int, limits: Limits, sample_ids: Sequence[str]) -> None:
+        """Unscale, measure, clip and shield step number `step`. No host read."""
+        scale = None
+        if self._scaler is not None:
+            self._unscale()
+            scale = self._scaler.scale(torch.ones((), device=loss.device))
+        row, bad = self._probe.measure(loss, limits, scale=scale)
+        self._shield.arm(bad if self._shielded else None)
+        self._taken.append(_Taken(step=step, row=row, limits=limits, sample_ids=tuple(sample_ids)))
+
+    def arrived(self, *, step_seconds: float, data_wait_seconds: float, data_position: int | None) -> Iterator[Signals]:
+        """The signals of the steps whose values are due at this boundary."""
+        while len(self._taken) > self._lag_steps:
+            taken = self._taken.popleft()
+            values = taken.row.read()
+            norm = values.grad_norm
+            finite_norm = norm is None or math.isfinite(norm)
+            withheld = None
+            if self._scaler is not None and not finite_norm and math.isfinite(values.loss):
+                withheld = "amp_overflow"
+            elif self._shielded and not (finite_norm and math.isfinite(values.loss)):
+                withheld = "nonfinite"
+            yield Signals(
+                step=taken.step,
+                loss=values.loss,
+                grad_norm=norm,
+                layer_grad_norms=values.layer_grad_norms,
+                clip_coefficient=values.clip_coefficient,
+                surge=norm is not None and finite_norm and norm > taken.limits.surge_above,
+                withheld=withheld,
+                amp_loss_scale=values.amp_loss_scale if self._scaler is not None else None,
+                learning_rates=self._learning_rate.effective(),
+                step_seconds=step_seconds,
+                data_wait_seconds=data_wait_seconds,
+                data_position=data_position,
+                sample_ids=taken.sample_ids,
+            )
+
+    def forget(self) -> None:
+        """Drop what is on its way: the run has gone back."""
+        self._taken.clear()
+
+    def remove(self) -> None:
+        """Take the shield off the optimizers."""
+        self._shield.remove()
+
+    def _unscale(self) -> None:
+        """Divide the gradients by the loss scale, unless the loop has done so already in this step."""
+        for optimizer in self._optimizers:
+            try:
+                self._scaler.unscale_(optimizer)
+            except RuntimeError as error:
+                if "already been called" not in str(error):
+                    raise
