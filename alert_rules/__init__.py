@@ -1,0 +1,1 @@
+"""Prometheus rules and example configurations, as plain files."""

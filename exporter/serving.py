@@ -22,6 +22,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that hangs up in the middle is not worth a traceback on the job's stderr."""
+        _log.debug("metrics: %s gave up (%s)", client_address, request, exc_info=True)
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
 
 class MetricsServer:
     """Serves a page on its own threads; `port` is the one really used, None if none could be had."""
@@ -60,12 +68,18 @@ class Target:
 
 def _bind(handler: type[BaseHTTPRequestHandler], host: str, port: int) -> _Server | None:
     """The wanted port, else any free one, else none: a job must start without its metrics rather than not at all."""
-    for choice in (port, 0):
-        try:
-            return _Server((host, choice), handler)
-        except (OSError, OverflowError) as error:
-            _log.warning("metrics: %s:%d cannot be had (%s)", host, choice, error)
-    return None
+    kind = _ServerV6 if ":" in host else _Server
+    try:
+        return kind((host, port), handler)
+    except (OSError, OverflowError) as error:
+        refused = error
+    try:
+        server = kind((host, 0), handler)
+    except OSError:
+        _log.warning("metrics: %s:%d cannot be had (%s), nor any other port: no endpoint", host, port, refused)
+        return None
+    _log.warning("metrics: %s:%d cannot be had (%s): on port %d instead", host, port, refused, server.server_port)
+    return server
 
 
 def _handler(render: Callable[[frozenset[str]], bytes]) -> type[BaseHTTPRequestHandler]:

@@ -112,10 +112,12 @@ class Checkpoints:
                 raise PermissionError(f"checkpoint folder {folder} cannot be written")
             for path in folder.glob(_FOLDERS):
                 found = manifest.read(path)
-                if found is None:
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
+                if found is not None:
                     self._whole[tier][path.name] = found
+                elif (path / manifest.NAME).exists():
+                    _log.warning("%s: left alone, its manifest is damaged or another version's", path)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def save(self, snapshot: Snapshot, step: int, kind: str = "periodic") -> bool:
         """Write a snapshot in the background; False if the last one is still being written (it is then left out)."""
@@ -202,6 +204,9 @@ class Checkpoints:
                 written = self._write_local(snapshot, step, branch, kind)
                 self._whole["local"][written.name] = written
                 self.seconds["local"] = time.monotonic() - began
+                if not written.finite:
+                    _log.warning("checkpoint of step %d holds values that are not finite: never a target", step)
+                    return  # It stays until the next one is written, in this tier alone.
                 self._rotate("local")
                 tier = "shared"
                 copied = manifest.copy(self._folders["local"] / written.name, self._folders["shared"] / written.name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import yaml
@@ -74,11 +74,16 @@ def read_config(source: "str | Path | Mapping[str, Any] | Config", *, run: str |
 def _explain(message: str, values: Any) -> str:  # noqa: ANN401 - whatever the user wrote
     """What msgspec says, with the known keys added for an unknown one, and the value found for a wrong one."""
     what, _, path = message.partition(" - at `")
+    if path.startswith("key` in "):
+        return "every option's name must be text"
     keys = [key for key in path.rstrip("`").removeprefix("$").split(".") if key and not key.endswith("]")]
+    section: Any = Config()
+    for key in keys:
+        section = getattr(section, key) if hasattr(getattr(section, key), "__struct_fields__") else section
+    if "Invalid enum value" in what:
+        known = get_args(get_type_hints(type(section))[keys[-1]])
+        what = f"must be {', '.join(known[:-1])} or {known[-1]}"
     if "unknown field" in what:
-        section: Any = Config()
-        for key in keys:
-            section = getattr(section, key, section)
         what = f"{what}; known are {', '.join(type(section).__struct_fields__)}"
         return f"{what} (in `{'.'.join(keys)}`)" if keys else what
     for key in keys:

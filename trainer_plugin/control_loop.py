@@ -29,8 +29,8 @@ class ControlLoop:
         self._on_error = on_error
         self._clock = clock
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._stopping = False
         self._commands: list[Command] = []
         self._given: set[str] = set()
         self._heartbeat = folder.outer.heartbeat()
@@ -58,17 +58,22 @@ class ControlLoop:
 
     def write(self, job: Callable[[], None]) -> None:
         """Do some writing in the background, in order."""
-        self._idle.clear()
         self._jobs.put(job)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything handed in is written; False if that takes longer."""
-        return self._idle.wait(timeout_seconds) if self._thread.is_alive() else True
+        if not self._thread.is_alive():
+            return True
+        written = threading.Event()
+        self._jobs.put(written.set)
+        self._wake.set()
+        return written.wait(timeout_seconds)
 
     def stop(self) -> None:
         """Write what is left and end the thread; a hung file system is not waited for."""
         self.flush(5.0)
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2.0)
 
@@ -80,8 +85,6 @@ class ControlLoop:
             except queue.Empty:
                 break
             self._held_back(job)
-        if self._jobs.empty():
-            self._idle.set()
         self._held_back(self._look)
 
     def _look(self) -> None:
@@ -101,7 +104,8 @@ class ControlLoop:
             self._on_error(error)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while not self._stopping:
             self.poll()
-            self._stop.wait(_POLL_SECONDS)
+            self._wake.wait(_POLL_SECONDS)
+            self._wake.clear()
         self.poll()

@@ -39,10 +39,10 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not 0.0 < self.ema_alpha < 1.0:
             raise ValueError(f"`ema_alpha` must be between 0 and 1, found {self.ema_alpha}")
         for name in ("loss_ratio", "grad_norm_ratio"):
-            if getattr(self, name) <= 1.0:
+            if not getattr(self, name) > 1.0:
                 raise ValueError(f"`{name}` must be above 1, found {getattr(self, name)}")
         for name in ("sigma", "robust_score"):
-            if getattr(self, name) <= 0.0:
+            if not getattr(self, name) > 0.0:
                 raise ValueError(f"`{name}` must be above 0, found {getattr(self, name)}")
 
 

@@ -5,6 +5,8 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ from trainer_plugin.state import TrainingState, encode_plain
 from trainer_plugin.step_reader import StepReader
 
 _log = logging.getLogger(__name__)
+Resume = Literal["auto", "require", "never"]
 _FLUSH_SECONDS = 5.0
 # The guards of this process by run folder: a second one takes the first one's place.
 _guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
@@ -69,7 +72,7 @@ class Guard:
         scaler: Any = None,  # noqa: ANN401 - a GradScaler of any device
         data: Iterable[Any] | None = None,
         run: str | None = None,
-        resume: Literal["auto", "require", "never"] = "auto",
+        resume: Resume = "auto",
         local_only: bool = False,
         on_signals: Callable[[Signals], None] | None = None,
         clock: Callable[[], float] = time.time,
@@ -82,6 +85,7 @@ class Guard:
         self._local_only = local_only
         self._on_signals = on_signals
         self._seen_errors: set[str] = set()
+        self._shows: list[Callable[[], None]] = []
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -96,21 +100,28 @@ class Guard:
         encode_plain(self._state.capture(self._rewinding()).plain)
 
         self._folder = _take_folder(config)
-        try:
-            run_state = self._folder.state
-            self._checkpoints = Checkpoints(
-                config.checkpoints, config.run, lineage=run_state.lineage, on_failure=self._count_checkpoint_failure
-            )
-            self._checkpoints.open()
-        except BaseException:
-            self._folder.lock.release()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._folder.lock.release)
+            self._open(optimizers, scaler, resume, undo)
+            undo.pop_all()
+        self._data_wait_seconds = 0.0
+        self._step_began = time.perf_counter()
+        _guards[self._folder.path.absolute()] = self
+
+    def _open(self, optimizers: list[Optimizer], scaler: Any, resume: Resume, undo: ExitStack) -> None:  # noqa: ANN401
+        """Everything of the start-up that needs the run's folder; `undo` hears how to take it back."""
+        config, run_state = self.config, self._folder.state
+        self._checkpoints = Checkpoints(
+            config.checkpoints, config.run, lineage=run_state.lineage, on_failure=self._count_checkpoint_failure
+        )
+        self._checkpoints.open()
         self._steps_total = run_state.steps_total
         self._checkpoints.proven_step = run_state.proven_step
         self._learning_rate = LrFactor(optimizers, state=run_state.learning_rate)
+        undo.callback(self._learning_rate.remove)
         self._clip = ClipLimit(config.actions, tight_until=run_state.clip_until)
         if self._data is not None:
-            self._data.quarantine = self._folder.quarantine
+            self._data.quarantine = list(self._folder.quarantine)  # The folder keeps a list of its own.
         self._policy = Policy(
             mode=config.mode,
             actions=config.actions,
@@ -130,21 +141,14 @@ class Guard:
         self._reader = StepReader(
             self._probe, optimizers, self._learning_rate, scaler=scaler, shielded=config.mode == "auto"
         )
-        try:
-            self._resume(resume)
-        except BaseException:
-            self._reader.remove()
-            self._learning_rate.remove()
-            self._folder.lock.release()
-            raise
-        self._open_metrics()
+        undo.callback(self._reader.remove)
+        self._resume(resume)
+        self._learning_rate.advance(self._steps_total)
+        self._open_metrics(undo)
         self._loop = ControlLoop(self._folder, on_error=self._hold_back)
         self._journal = Journal(self.page, self._loop, self._folder)
         self._loop.start()
         self._save_state()
-        self._data_wait_seconds = 0.0
-        self._step_began = time.perf_counter()
-        _guards[self._folder.path.absolute()] = self
 
     # --- What the training loop calls -------------------------------------------------------------------------------
 
@@ -181,17 +185,9 @@ class Guard:
             now=self._clock(),
             loop_up=self._loop.up and not self._local_only,
         )
-        try:
-            with self.page.update():
-                self._judge(moment)
-                if not self._obey(moment):
-                    self._prove()
-                    if self.step % self.config.checkpoints.every == 0:
-                        self._save_checkpoint()
-                self._learning_rate.advance(self._steps_total)
-                self._metrics.stand(self.step, self._standing(moment))
-        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
-            self._hold_back(error)
+        # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
+        for part in (self._judge, self._act, self._show):
+            self._attempt(part, moment)
 
     def close(self) -> None:
         """Finish writing, take the hooks off, and leave the run folder. Doing so twice changes nothing."""
@@ -212,6 +208,7 @@ class Guard:
 
     def _judge(self, moment: Moment) -> None:
         """Read the steps that have arrived, let the detectors judge them, and keep what changed."""
+        self._shows.clear()
         now = time.perf_counter()
         step_seconds, self._step_began = now - self._step_began, now
         for signals in self._reader.arrived(
@@ -228,15 +225,31 @@ class Guard:
             ):
                 self._journal.incident(incident, signals.step)
                 self._save_state()
-            self._metrics.show(signals, readings, verdicts, moment.now)
+            self._shows.append(partial(self._metrics.show, signals, readings, verdicts, moment.now))
             if signals.surge:
                 self.page.add("train_actions_total", 1.0, "clip", "local", "done")
             if self._on_signals is not None:
-                self._on_signals(signals)
+                self._attempt(self._on_signals, signals)
+
+    def _act(self, moment: Moment) -> None:
+        """Obey, else save: a boundary that has just gone back must not save too."""
+        if not self._obey(moment):
+            self._prove()
+            if self.step % self.config.checkpoints.every == 0:
+                self._save_checkpoint()
+        self._learning_rate.advance(self._steps_total)
+
+    def _show(self, moment: Moment) -> None:
+        """Put it all on the page at once. Only now: nothing that acts may wait while the page is held."""
+        with self.page.update():
+            for show in self._shows:
+                show()
+            self._metrics.stand(self.step, self._standing(moment))
 
     def _inspect(self, step: int) -> bool:
         """A step gone bad is worth host reads: which parameters, and whether the weights are still finite."""
-        self._journal.nonfinite(step, self._probe.nonfinite_parameters())
+        if self._reader.nonfinite_parameters:
+            self._journal.nonfinite(step, self._reader.nonfinite_parameters)
         weights_finite = self._probe.weights_finite()
         if not weights_finite:
             self.page.add("train_nonfinite_total", 1.0, "weight")
@@ -253,7 +266,7 @@ class Guard:
         result = self._actions.apply(decision, moment)
         to_step = result.loaded.manifest.step if result.loaded is not None else None
         remedy = self._policy.record(decision, moment, result.outcome, detail=result.detail, to_step=to_step)
-        self._journal.action(decision, remedy, to_step=to_step)
+        self._journal.action(decision, remedy, result.loaded)
         if result.loaded is not None:
             self._go_back(result.loaded, result)
             self.page.add("train_rollback_lost_steps_total", moment.step - self.step)
@@ -311,7 +324,7 @@ class Guard:
         )
         self._loop.write(lambda: self._folder.save_state(content))
 
-    def _resume(self, resume: Literal["auto", "require", "never"]) -> None:
+    def _resume(self, resume: Resume) -> None:
         """Go on from the newest checkpoint; before the first bad step if the job died in an incident."""
         run, incident = self.config.run, self._policy.open_incident
         before_step = incident.before_step if incident is not None else 1 << 62
@@ -337,7 +350,7 @@ class Guard:
 
     # --- Metrics ----------------------------------------------------------------------------------------------------
 
-    def _open_metrics(self) -> None:
+    def _open_metrics(self, undo: ExitStack) -> None:
         config = self.config
         self.page = Page(run=config.run)
         info = {
@@ -350,6 +363,7 @@ class Guard:
         }
         self._metrics = Metrics(self.page, config, layers=self._probe.layers, info=info)
         self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
+        undo.callback(self._server.close)
         self.metrics_port = self._server.port
         self._target: Target | None = None
         if self.metrics_port is None:
@@ -388,6 +402,12 @@ class Guard:
 
     def _count_checkpoint_failure(self, tier: str) -> None:
         self.page.add("train_checkpoint_failures_total", 1.0, tier)
+
+    def _attempt(self, part: Callable[[Any], object], what: object) -> None:
+        try:
+            part(what)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            self._hold_back(error)
 
     def _hold_back(self, error: Exception) -> None:
         """Count an error of our own, and log each kind once: the run goes on without what failed."""

@@ -36,9 +36,13 @@ class Incident(msgspec.Struct, kw_only=True):
     healed_step: int | None = None
     good_steps: int = 0
     signs: dict[str, int] = msgspec.field(default_factory=dict)
+    grad_norm_ratio: float | None = None
 
-    def add(self, verdict: Verdict, level: float | None) -> None:
-        """Take a verdict in: where the deviation began, what it was, and the class as far as the signs tell."""
+    def add(self, verdict: Verdict, grad_norm_ratio: float) -> None:
+        """Take a verdict in: where the deviation began, what it was, and the class as far as the signs tell.
+
+        `grad_norm_ratio` is that of the verdict's step; the one of the step at which the loss jumped is kept.
+        """
         self.first_step = min(self.first_step, verdict.first_step)
         self.last_step = max(self.last_step, verdict.step)
         sign = f"{verdict.detector}:{verdict.signal}"
@@ -47,8 +51,10 @@ class Incident(msgspec.Struct, kw_only=True):
             self.evidence.append(
                 f"step {verdict.step}: {verdict.detector} on {verdict.signal}, {verdict.value:.4g}{against}"
             )
+        if sign == "robust:loss" and sign not in self.signs and math.isfinite(grad_norm_ratio):
+            self.grad_norm_ratio = grad_norm_ratio
         self.signs.setdefault(sign, verdict.first_step)
-        self.class_ = classify(self.signs, level)
+        self.class_ = classify(self.signs, self.grad_norm_ratio)
 
     @property
     def before_step(self) -> int:

@@ -5,8 +5,10 @@ from typing import Any
 
 import msgspec
 
+from exporter.catalog import TIERS
 from exporter.commands import Command, Outcome, Record
 from exporter.page import Page
+from trainer_plugin.checkpoints import Loaded
 from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.policy import Decision, Moment, Refusal
@@ -39,15 +41,18 @@ class Journal:
         _log.warning("step %d: gradient not finite in %s", step, ", ".join(parameters[:10]))
         self.trail("nonfinite", {"step": step, "parameters": parameters[:100]})
 
-    def action(self, decision: Decision, remedy: Remedy, *, to_step: int | None) -> None:
-        """An action and its outcome."""
+    def action(self, decision: Decision, remedy: Remedy, loaded: Loaded | None) -> None:
+        """An action and its outcome; `loaded` is what a rollback went back to."""
         self._page.add("train_actions_total", 1.0, remedy.action, remedy.source, remedy.outcome)
         _log.warning(
             "step %d: %s by %s (%s): %s, %s",
             remedy.step, remedy.action, remedy.alert or remedy.source, decision.reason, remedy.outcome, remedy.detail,
         )  # fmt: skip
         entry = {"incident": decision.incident.id, "reason": decision.reason, **msgspec.to_builtins(remedy)}
-        self.trail("action", entry if to_step is None else {**entry, "to_step": to_step})
+        if loaded is not None:
+            tiers = {tier: "damaged" if tier in loaded.degraded else "whole" for tier in TIERS}
+            entry |= {"to_step": loaded.manifest.step, "tier": loaded.tier, "tiers": tiers}
+        self.trail("action", entry)
 
     def refusal(self, refusal: Refusal, moment: Moment) -> None:
         """A command or wish that led to no action."""

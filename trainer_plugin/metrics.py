@@ -90,7 +90,9 @@ class Metrics:
                 page.add("train_layer_nonfinite_total", 1.0, layer)
         for signal, value in (("loss", signals.loss), ("grad_norm", signals.grad_norm)):
             largest = self._recent[signal].update(now, value)
-            if largest is not None:
+            if largest is None:
+                page.clear(f"train_{signal}_recent_max")
+            else:
                 page.set(f"train_{signal}_recent_max", largest)
         for group, rate in enumerate(signals.learning_rates):
             page.set("train_learning_rate", rate, str(group))

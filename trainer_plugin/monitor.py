@@ -94,15 +94,16 @@ class Monitor:
         # Scores and ratios are to the baselines of the steps before, so they are read before anything is learnt.
         ratios = {"loss": self._loss_ema.ratio(loss), "grad_norm": self._grad_norm_ema.ratio(grad_norm)}
         scores = {"loss": self._loss_robust.score(loss), "grad_norm": self._grad_norm_robust.score(grad_norm)}
-        if not self._loss_robust.warm:  # R1: in warm-up no finite value is a spike, here or in a rule.
+        warm = self._loss_robust.warm
+        if not warm:  # R1: in warm-up no finite value is a spike, here or in a rule.
             ratios = dict.fromkeys(ratios, math.nan)
             scores = dict.fromkeys(scores, math.nan)
         self._count_high_steps(ratios)
         verdicts.append(self._loss_sigma.update(step, loss))
 
-        settled = self._recovery.unrecovered_steps == 0
+        settled = self._recovery.unrecovered_steps == 0 and not overflow
         loss_verdict = self._loss_robust.update(step, loss, learn=settled)
-        norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled)
+        norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and loss_verdict is None)
         verdicts += [loss_verdict, norm_verdict]
         unrecovered = self._recovery.update(
             step,
@@ -114,7 +115,8 @@ class Monitor:
         verdicts.append(self._grad_norm_ema.update(step, grad_norm, learn=learn))
         if unrecovered >= self._config.relearn_steps:
             self._accept_new_level()
-        return self._readings(ratios, scores, loss), [verdict for verdict in verdicts if verdict is not None]
+        zscore = self._loss_sigma.zscore(loss) if warm else math.nan
+        return self._readings(ratios, scores, zscore), [verdict for verdict in verdicts if verdict is not None]
 
     def _count_high_steps(self, ratios: dict[str, float]) -> None:
         for signal, ratio in ratios.items():
@@ -131,9 +133,11 @@ class Monitor:
         self._loss_robust.relearn()
         self._grad_norm_robust.relearn()
         self._loss_ema.ema = self._grad_norm_ema.ema = None
+        for counts in self._high_steps.values():
+            counts.update(dict.fromkeys(counts, 0))
         self._recovery.clear()
 
-    def _readings(self, ratios: dict[str, float], scores: dict[str, float], loss: float) -> Readings:
+    def _readings(self, ratios: dict[str, float], scores: dict[str, float], zscore: float) -> Readings:
         return Readings(
             loss_ema=_or_nan(self._loss_ema.ema),
             grad_norm_ema=_or_nan(self._grad_norm_ema.ema),
@@ -141,7 +145,7 @@ class Monitor:
             grad_norm_ema_ratio=ratios["grad_norm"],
             loss_mean=self._loss_sigma.mean,
             loss_stddev=self._loss_sigma.stddev,
-            loss_zscore=self._loss_sigma.zscore(loss) if self._loss_robust.warm else math.nan,
+            loss_zscore=zscore,
             loss_robust_center=self._loss_robust.center,
             loss_robust_scale=self._loss_robust.scale,
             loss_robust_score=scores["loss"],

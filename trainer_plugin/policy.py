@@ -48,13 +48,13 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     alert_grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.clip_max_norm is not None and self.clip_max_norm <= 0.0:
+        if self.clip_max_norm is not None and not self.clip_max_norm > 0.0:
             raise ValueError(f"`clip_max_norm` must be above 0 or null, found {self.clip_max_norm}")
         for name in ("clip_factor", "lr_factor"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` must be between 0 and 1, found {getattr(self, name)}")
         for name in ("clip_steps", "lr_hold_steps", "lr_return_steps", "alert_grace_seconds"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
 
 
@@ -228,7 +228,8 @@ class Policy:
                 )
             )
             decision.incident.good_steps = 0
-            self._slow_since = None
+            # What was read of the steps now undone must not ask for a second rollback before new values arrive.
+            self._slow_since, self._readings = None, None
         return remedy
 
     def _open(self, first_step: int, step: int) -> Incident:
@@ -278,10 +279,13 @@ class Policy:
                 return "stale", f"speaks of optimizer step {command.steps_total}, this job has run {moment.steps_total}"
             if last is not None and command.steps_total <= last.at_steps_total:
                 return "duplicate", f"already handled by the rollback to step {last.to_step}"
+        elif last is not None and (
+            (command.step is not None and moment.step < command.step <= last.at_step)
+            or (command.starts_at is not None and command.starts_at <= last.at)
+        ):
+            return "duplicate", f"about what the rollback to step {last.to_step} has undone"
         elif command.step is not None and command.step > moment.step:
             return "stale", f"speaks of step {command.step}, the run is at {moment.step}"
-        elif last is not None and command.starts_at is not None and command.starts_at <= last.at:
-            return "duplicate", f"began before the rollback to step {last.to_step}"
         if not self._still_so(command.alert):
             return "stale", "no longer so: the job's own reading is back to normal"
         return None
@@ -325,7 +329,8 @@ class Policy:
             if not moment.loop_up or waited >= self._actions.alert_grace_seconds or self.mode != "auto":
                 return self._local("rollback", slow, incident, moment)
         finite = any(not sign.startswith("nonfinite:") for sign in incident.signs)
-        if finite and not incident.remedies and self._actions.clip_max_norm is not None:
+        remedied = any(remedy.action != "note" for remedy in incident.remedies)
+        if finite and not remedied and self._actions.clip_max_norm is not None:
             return self._local("clip", "out of the robust band", incident, moment)
         return None
 

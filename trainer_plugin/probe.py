@@ -3,6 +3,7 @@
 Nothing here reads a value on the host except `Row.read`, which is called at the boundary.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -41,9 +42,9 @@ class RowValues:
 class Row:
     """One step's values on their way to the host: `[loss, norm, coefficient, loss scale, layer norms...]`, float32."""
 
-    def __init__(self, values: Tensor, layers: tuple[str, ...], *, has_gradient: bool) -> None:
+    def __init__(self, values: Tensor, layers: tuple[str, ...], norms: dict[str, Tensor] | None = None) -> None:
         self._layers = layers
-        self._has_gradient = has_gradient
+        self._norms = norms
         self._arrived: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:
@@ -57,7 +58,7 @@ class Row:
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, norm, coefficient, scale, *layer_norms = self._values.tolist()
-        if not self._has_gradient:
+        if self._norms is None:
             return RowValues(loss=loss, grad_norm=None, clip_coefficient=1.0, amp_loss_scale=scale, layer_grad_norms={})
         return RowValues(
             loss=loss,
@@ -66,6 +67,13 @@ class Row:
             amp_loss_scale=scale,
             layer_grad_norms=dict(zip(self._layers, layer_norms, strict=True)),
         )
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Names of the parameters whose gradient held a NaN or Inf. Reads the host: only for a step gone bad.
+
+        From the norms, not from the gradients: a loop has cleared those by the time it reaches the boundary.
+        """
+        return [name for name, norm in (self._norms or {}).items() if not math.isfinite(norm)]
 
 
 class Probe:
@@ -103,8 +111,9 @@ class Probe:
         if not gradients:
             bad = (~torch.isfinite(loss)).float()
             nothing = torch.full((3 + len(self.layers),), math.nan, device=loss.device)
-            return Row(torch.cat([loss.reshape(1), nothing]), self.layers, has_gradient=False), bad
-        norms = torch.stack(_tensor_norms(gradients))
+            return Row(torch.cat([loss.reshape(1), nothing]), self.layers), bad
+        tensor_norms = _tensor_norms(gradients)
+        norms = torch.stack(tensor_norms)
         total = torch.linalg.vector_norm(norms)
         loss = loss.to(total.device)
         layer_norms = (
@@ -115,20 +124,14 @@ class Probe:
         finite = torch.isfinite(total) & torch.isfinite(loss)
         limit = torch.where(total > limits.surge_above, limits.surge_clip, limits.max_norm)
         # A bad step must not be scaled: max / Inf is 0, and 0 x Inf would turn every gradient into NaN.
-        coefficient = torch.where(finite, torch.clamp(limit / (total + 1e-6), max=1.0), 1.0)
+        # A product with the reciprocal, as torch has it: a quotient differs in the last bit.
+        coefficient = torch.where(finite, torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0), 1.0)
         if limits != Limits():
             torch._foreach_mul_(gradients, coefficient)
         scale = torch.ones_like(total) if scale is None else scale.float().reshape(()).to(total.device)
         values = torch.cat([torch.stack([loss, total, coefficient, scale]), layer_norms])
-        return Row(values, self.layers, has_gradient=True), (~finite).float()
-
-    def nonfinite_parameters(self) -> list[str]:
-        """Names of the parameters whose gradient holds a NaN or Inf. Reads the host: only for a step gone bad."""
-        return [
-            name
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-        ]
+        names = itertools.compress(self.parameters, present)
+        return Row(values, self.layers, dict(zip(names, tensor_norms, strict=True))), (~finite).float()
 
     def weights_finite(self) -> bool:
         """Whether every weight is finite. Reads the host: only when the loss or a gradient already is not."""

@@ -76,8 +76,10 @@ class RunLock:
 
     def release(self) -> None:
         """Let another job in."""
-        os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
+        # Forgotten first: a beat that comes late must not write into whatever file has the number next.
+        descriptor, self._descriptor = self._descriptor, -1
+        os.ftruncate(descriptor, 0)
+        os.close(descriptor)
 
     def _holder(self) -> _Holder | None:
         try:
@@ -128,16 +130,12 @@ class JobFolder:
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Add a line to the trail `incidents.jsonl`."""
         line = json.dumps({"schema": SCHEMA, "time": round(time.time(), 3), "kind": kind, **entry})
-        with (self.path / "incidents.jsonl").open("a") as file:
-            file.write(line + "\n")
+        _append(self.path / "incidents.jsonl", line.encode())
 
     def add_quarantine(self, entry: Quarantine) -> None:
         """Keep a range of data out of training for good."""
         self.quarantine.append(entry)
-        with (self.path / "quarantine.jsonl").open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.path / "quarantine.jsonl", msgspec.json.encode(entry))
 
     def _load_state(self) -> RunState:
         try:
@@ -166,3 +164,14 @@ class JobFolder:
             except msgspec.MsgspecError:
                 _log.warning("%s: a line that cannot be read is left out", self.path / "quarantine.jsonl")
         return entries
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line, on disk when this returns; a line that a killed job left unfinished does not swallow it."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())

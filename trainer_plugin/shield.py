@@ -19,6 +19,7 @@ class Shield:
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._bad: Tensor | None = None
+        self._optimizers = optimizers
         self._hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._flagged: set[int] = set()
         self._hooks = [
@@ -38,11 +39,15 @@ class Shield:
         """Take the hooks off the optimizers."""
         for hook in self._hooks:
             hook.remove()
+        for optimizer in self._optimizers:
+            self._unflag(optimizer)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's own hook type
+        self._unflag(optimizer)  # Left over only if the last step raised.
+        self._hidden.clear()
         if self._bad is None:
             return
-        if is_fused(optimizer):
+        if is_fused(optimizer) and not _starts_momentum(optimizer):
             # Under a GradScaler the scaler has put its own flag here, and takes it away again itself.
             theirs: Tensor | None = getattr(optimizer, "found_inf", None)
             if theirs is None:
@@ -50,7 +55,7 @@ class Shield:
                 self._flagged.add(id(optimizer))
             else:
                 optimizer.found_inf = torch.maximum(theirs, self._bad.to(theirs.device))  # type: ignore[attr-defined]
-        elif bool(self._bad):  # The one deliberate host read: these optimizers take no flag.
+        elif bool(self._bad):  # The one deliberate host read: these optimizers take no flag, or not yet.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -58,14 +63,27 @@ class Shield:
                         parameter.grad = None
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
-        if id(optimizer) in self._flagged:
-            self._flagged.discard(id(optimizer))
-            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._unflag(optimizer)
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+
+    def _unflag(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._flagged:
+            self._flagged.discard(id(optimizer))
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether every parameter group of the optimizer runs torch's fused implementation."""
     return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _starts_momentum(optimizer: Optimizer) -> bool:
+    """Whether this step makes a momentum buffer (SGD): fused and withheld, it would be left as uninitialised memory."""
+    return any(
+        group.get("momentum") and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )

@@ -6,6 +6,7 @@ be restored any number of times.
 
 import io
 import random
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,20 +77,20 @@ class TrainingState:
                         else:
                             plain_state.setdefault(name, {})[key] = value
             groups = [
-                {"params": names, **{key: _plain(value) for key, value in group.items() if key != "params"}}
+                {"params": names, **{key: value for key, value in group.items() if key != "params"}}
                 for group, names in zip(optimizer.param_groups, self._names[number], strict=True)
             ]
             optimizers.append({"groups": groups, "state": plain_state})
         plain = {
             "model": model_plain,
             "optimizers": optimizers,
-            "scheduler": _plain(self._scheduler.state_dict()) if self._scheduler is not None else None,
+            "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "data": self._data.state_dict() if self._data is not None else None,
             "rng": _rng_state(),
             "guard": guard,
         }
-        return Snapshot(tensors=tensors, plain=plain)
+        return Snapshot(tensors=tensors, plain=_plain(plain))
 
     def mismatches(self, snapshot: Snapshot) -> list[str]:
         """What of a snapshot does not fit this training loop, by name; empty when it can be restored."""
@@ -127,17 +128,18 @@ class TrainingState:
         if problems:
             raise ValueError("checkpoint does not fit: " + "; ".join(problems))
         model = {name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name.startswith("model/")}
-        self._model.load_state_dict({**model, **snapshot.plain["model"]})
+        plain = _plain(snapshot.plain)  # Some objects keep what they load, and would change it here.
+        self._model.load_state_dict({**model, **plain["model"]})
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(snapshot.plain["scheduler"])
+            self._scheduler.load_state_dict(plain["scheduler"])
         # After the scheduler, and with the groups' own rates: a scheduler's load does not write them.
-        for number, entry in enumerate(snapshot.plain["optimizers"]):
+        for number, entry in enumerate(plain["optimizers"]):
             self._restore_optimizer(number, entry, snapshot.tensors, moments)
         if self._scaler is not None:
-            self._scaler.load_state_dict(snapshot.plain["scaler"])
-        if self._data is not None and snapshot.plain["data"] is not None:
-            self._data.load_state_dict(snapshot.plain["data"])
-        _set_rng_state(snapshot.plain["rng"])
+            self._scaler.load_state_dict(plain["scaler"])
+        if self._data is not None and plain["data"] is not None:
+            self._data.load_state_dict(plain["data"])
+        _set_rng_state(plain["rng"])
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -148,7 +150,7 @@ class TrainingState:
         if moments != "keep":
             optimizer.state.clear()
         for group, names, saved in zip(optimizer.param_groups, self._names[number], entry["groups"], strict=True):
-            group.update({key: _plain(value) for key, value in saved.items() if key != "params"})
+            group.update({key: value for key, value in saved.items() if key != "params"})
             if moments != "restore":
                 continue
             for parameter, name in zip(group["params"], names, strict=True):
@@ -169,11 +171,11 @@ def encode_plain(plain: dict[str, Any]) -> bytes:
         ValueError: something in it is no plain value; the message says what.
     """
     buffer = io.BytesIO()
-    torch.save(plain, buffer)
     try:
+        torch.save(plain, buffer)
         decode_plain(buffer.getvalue())
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = _odd_value(plain, "") or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(f"a state_dict holds what cannot be stored as plain values: {reason}") from error
     return buffer.getvalue()
 
@@ -191,12 +193,28 @@ def _copy(tensor: Tensor) -> Tensor:
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any tree of plain values
     """A deep copy, numpy scalars turned into Python's own."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        copied = copy(value)  # Keeps its type: a scheduler's milestones are a Counter.
+        for key, item in value.items():
+            copied[key] = _plain(item)
+        return copied
     if isinstance(value, list | tuple):
         return type(value)(_plain(item) for item in value)
     if isinstance(value, np.generic):
         return value.item()
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _odd_value(value: Any, path: str) -> str | None:  # noqa: ANN401 - any tree
+    """Where in a tree the first value lies that is not plain, and what it is."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | Tensor | torch.dtype | torch.device):
+        return None
+    if isinstance(value, dict):
+        found = (_odd_value(item, f"{path}.{key}" if path else str(key)) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        found = (_odd_value(item, f"{path}[{place}]") for place, item in enumerate(value))
+    else:
+        return f"`{path}` is a {type(value).__name__}"
+    return next(filter(None, found), None)
 
 
 def _state_device(kind: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.device:

@@ -45,6 +45,7 @@ class StepReader:
         self._shield = Shield(optimizers)
         self._shielded = shielded
         self._taken: deque[_Taken] = deque()
+        self.nonfinite_parameters: list[str] = []
         # On an accelerator the values of a step are read at the next boundary, when they have long arrived.
         self._lag_steps = 1 if any(p.is_cuda for p in probe.parameters.values()) else 0
 
@@ -57,6 +58,7 @@ class StepReader:
 
     def take(self, loss: Tensor, *, step: int, limits: Limits, sample_ids: Sequence[str]) -> None:
         """Unscale, measure, clip and shield step number `step`. No host read."""
+        self._shield.arm(None)  # Should the measuring fail, the flag of an earlier step must not decide this one.
         scale = None
         if self._scaler is not None:
             self._unscale()
@@ -66,12 +68,13 @@ class StepReader:
         self._taken.append(_Taken(step=step, row=row, limits=limits, sample_ids=tuple(sample_ids)))
 
     def arrived(self, *, step_seconds: float, data_wait_seconds: float, data_position: int | None) -> Iterator[Signals]:
-        """The signals of the steps whose values are due at this boundary."""
+        """The signals of the steps whose values are due; `nonfinite_parameters` goes with the one yielded last."""
         while len(self._taken) > self._lag_steps:
             taken = self._taken.popleft()
             values = taken.row.read()
             norm = values.grad_norm
             finite_norm = norm is None or math.isfinite(norm)
+            self.nonfinite_parameters = [] if finite_norm else taken.row.nonfinite_parameters()
             withheld = None
             if self._scaler is not None and not finite_norm and math.isfinite(values.loss):
                 withheld = "amp_overflow"

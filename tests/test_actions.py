@@ -1,0 +1,236 @@
+"""Actions: what each does to the job, and what comes of it when a disk or a checkpoint is bad."""
+
+import shutil
+
+import pytest
+import torch
+from training import Batches, equal, tiny_model
+
+from trainer_plugin.actions import Actions, ClipLimit
+from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig, Lineage
+from trainer_plugin.data import Data
+from trainer_plugin.incidents import Incident
+from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.policy import ActionsConfig, Decision, Moment
+from trainer_plugin.state import TrainingState
+
+MOMENT = Moment(step=40, steps_total=40, now=1.0, loop_up=False)
+
+
+def incident(first_step: int = 36, class_: str = "unknown") -> Incident:
+    """An incident that began at a step."""
+    return Incident(id=3, first_step=first_step, detected_step=first_step, last_step=first_step, class_=class_)
+
+
+def decision(action: str, **options) -> Decision:
+    """What the policy would decide."""
+    options = {"incident": incident(), "before_step": 35, **options}
+    return Decision(action=action, source="local", reason="for a test", **options)
+
+
+class Fussy:
+    """A scheduler that may refuse what it is to load."""
+
+    def __init__(self) -> None:
+        self.refusals = 0
+
+    def state_dict(self):
+        """What it holds."""
+        return {"position": 1}
+
+    def load_state_dict(self, _state):
+        """Refuse as often as told to."""
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("no")
+
+
+class Rig:
+    """A job at step 40 with checkpoints of steps 10, 20 and 30; weights hold the step they were saved at."""
+
+    def __init__(self, folder, *, source=None, **options) -> None:
+        self.model = tiny_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.learning_rate = LrFactor([self.optimizer])
+        self.scheduler = Fussy()
+        self.data = Data(source or Batches())
+        self.state = TrainingState(
+            model=self.model, optimizers=[self.optimizer], scheduler=self.scheduler, data=self.data
+        )
+        config = CheckpointsConfig(local=str(folder / "local"), shared=str(folder / "shared"), keep_local=5)
+        self.checkpoints = Checkpoints(config, "tiny", lineage=Lineage(), on_failure=lambda _: None)
+        self.checkpoints.open()
+        self.checkpoints.proven_step = 35
+        self.clip = ClipLimit(ActionsConfig(**options))
+        self.actions = Actions(
+            ActionsConfig(**options),
+            lr_floor=0.1,
+            clip=self.clip,
+            learning_rate=self.learning_rate,
+            checkpoints=self.checkpoints,
+            state=self.state,
+            data=self.data,
+        )
+        for step in range(1, 41):
+            self.data.next_batch(step)
+            if step % 10 == 0:
+                self.fill(step)
+                self.checkpoints.save(self.state.capture({"step": step}), step)
+                self.checkpoints.wait()
+
+    def fill(self, value: float) -> None:
+        """Set every weight."""
+        for parameter in self.model.parameters():
+            parameter.data.fill_(value)
+
+    def apply(self, action: str, **options):
+        """Carry a decision out at step 40."""
+        return self.actions.apply(decision(action, **options), MOMENT)
+
+    @property
+    def weight(self) -> float:
+        """The step whose weights are there."""
+        return self.model[0].bias[0].item()
+
+
+@pytest.fixture
+def rig(tmp_path):
+    """A job with three targets before its incident."""
+    return Rig(tmp_path)
+
+
+def test_clip_is_tightened_for_its_time(rig):
+    """Half of the recipe's limit for 200 optimizer steps, then the recipe's again."""
+    result = rig.apply("clip")
+    assert (result.outcome, result.detail) == ("done", "clip to 0.5 for 200 steps")
+    assert [rig.clip.max_norm(steps) for steps in (40, 239, 240)] == [0.5, 0.5, 1.0]
+
+
+def test_a_run_that_does_not_clip_says_so(tmp_path):
+    """With clip_max_norm null there is nothing to tighten."""
+    rig = Rig(tmp_path, clip_max_norm=None)
+    result = rig.apply("clip")
+    assert result.outcome == "failed"
+    assert "does not clip" in result.detail
+    assert rig.clip.max_norm(0) is None
+
+
+def test_lower_lr_is_the_configured_factor(rig):
+    """The factor is on from the next step."""
+    result = rig.apply("lower_lr")
+    assert (result.outcome, result.detail) == ("done", "learning rate x 0.5 for 200 steps")
+    assert rig.learning_rate.factor == 0.5
+
+
+def test_note_does_nothing_and_is_done(rig):
+    """A note is only kept."""
+    assert rig.apply("note").outcome == "done"
+    assert rig.weight == 40.0
+
+
+@pytest.mark.parametrize("action", ["skip_batch", "partial_rollback", "checkpoint", "stop"])
+def test_what_this_version_cannot_is_failed_and_said(rig, action):
+    """An action of a later version is answered, not ignored."""
+    result = rig.apply(action)
+    assert (result.outcome, result.detail) == ("failed", f"this version cannot {action}")
+
+
+def test_rollback_brings_all_back(rig):
+    """The nearest target before the step is loaded whole, the rate lowered, and the suspect data named."""
+    result = rig.apply("rollback")
+    assert result.outcome == "done"
+    assert result.detail == "to step 30 from the local tier"
+    assert rig.weight == 30.0
+    assert rig.data.position == 30
+    assert rig.learning_rate.factor == 0.5
+    # Steps 31 (5 before the first bad one) to 40 (the last one run) had positions 30 to 39.
+    assert (result.quarantine.first, result.quarantine.last, result.quarantine.incident) == (30, 39, 3)
+    assert rig.data.quarantine == [result.quarantine]
+
+
+def test_a_bad_sample_costs_its_own_batch_only(rig):
+    """In an incident of class bad_sample one batch is left out."""
+    result = rig.apply("rollback", incident=incident(36, "bad_sample"))
+    assert (result.quarantine.first, result.quarantine.last) == (35, 35)
+    assert result.quarantine.reason == "bad_sample at step 36"
+
+
+def test_a_wider_window_is_twice_as_wide(rig):
+    """A second rollback to the same place doubles the window."""
+    result = rig.apply("rollback", widen=2)
+    assert result.quarantine.first == 25
+
+
+def test_a_loader_that_cannot_go_back_goes_on_forward(tmp_path):
+    """Plain iterables keep their place, and no data is put in quarantine."""
+    rig = Rig(tmp_path, source=range(1000))
+    result = rig.apply("rollback")
+    assert (result.outcome, result.quarantine) == ("done", None)
+    assert rig.data.position == 40
+
+
+def test_no_target_changes_nothing(rig):
+    """Without a checkpoint before the step the outcome says so, and weights and rate stay."""
+    result = rig.apply("rollback", before_step=10)
+    assert (result.outcome, result.stop, result.loaded) == ("no_target", False, None)
+    assert (rig.weight, rig.learning_rate.factor, rig.data.quarantine) == (40.0, 1.0, [])
+
+
+def test_a_damaged_target_leads_to_the_next_older_one(rig, tmp_path):
+    """When the nearest target is whole in no tier, the one before it is taken."""
+    for tier in ("local", "shared"):
+        next((tmp_path / tier / "tiny" / "step-000000030-000").glob("*.distcp")).unlink()
+    result = rig.apply("rollback")
+    assert (result.outcome, result.loaded.manifest.step) == ("done", 20)
+    assert rig.weight == 20.0
+
+
+def test_a_broken_tier_is_told_as_degraded(rig, tmp_path):
+    """With a tier out of order the rollback is done from the other, and says which one is missing."""
+    shutil.rmtree(tmp_path / "local" / "tiny")
+    (tmp_path / "local" / "tiny").touch()
+    result = rig.apply("rollback")
+    assert result.outcome == "done"
+    assert result.detail == "to step 30 from the shared tier, degraded: local is out of order"
+
+
+def test_a_restore_that_fails_half_way_is_mended_by_an_older_target(rig):
+    """What one target leaves half restored is overwritten by the next one that loads whole."""
+    rig.scheduler.refusals = 1
+    result = rig.apply("rollback")
+    assert (result.outcome, result.loaded.manifest.step, result.stop) == ("done", 20, False)
+    assert rig.weight == 20.0
+
+
+def test_no_step_may_follow_when_no_target_loads_whole(rig):
+    """If every restore fails half-way the job has to stop: its weights are nobody's."""
+    rig.scheduler.refusals = 10
+    result = rig.apply("rollback")
+    assert (result.outcome, result.stop) == ("failed", True)
+    assert result.detail.count("no") == 3
+
+
+def test_targets_that_do_not_fit_touch_nothing(rig):
+    """A loop that has changed its shape keeps its weights, and need not stop."""
+    rig.model[0] = torch.nn.Linear(5, 8)
+    before = [parameter.detach().clone() for parameter in rig.model.parameters()]
+    result = rig.apply("rollback")
+    assert (result.outcome, result.stop) == ("failed", False)
+    assert "model/0.weight is [8, 4]" in result.detail
+    assert equal(before, list(rig.model.parameters()))
+
+
+@pytest.mark.parametrize(("moments", "steps"), [("restore", {7}), ("reset", set()), ("keep", {9})])
+def test_rollback_optimizer_is_obeyed(tmp_path, moments, steps):
+    """R12: the configured way to treat the moments is the one used."""
+    rig = Rig(tmp_path, rollback_optimizer=moments)
+    rig.model(torch.ones(1, 4)).sum().backward()
+    rig.optimizer.step()
+    for state in rig.optimizer.state.values():
+        state["step"] += 6
+    rig.checkpoints.proven_step = 100
+    rig.checkpoints.save(rig.state.capture({"step": 50}), 50)
+    for state in rig.optimizer.state.values():
+        state["step"] += 2
+    rig.apply("rollback", before_step=51)
+    assert {int(state["step"]) for state in rig.optimizer.state.values()} == steps

@@ -1,0 +1,110 @@
+"""Tests of the demo's command line: bad input is one line, exit code 2, and nothing half-made."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer_plugin.__main__ import cli
+from trainer_plugin.demo.job import _schedule
+from trainer_plugin.run_folder import JobFolder
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line on stderr of a command that must end with exit code 2."""
+    assert cli(["demo", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_an_unknown_key_in_guard_yaml_is_refused_by_its_path(tmp_path, capsys):
+    """The message names file, section and known keys, and no folder is made."""
+    config = tmp_path / "guard.yaml"
+    config.write_text("detection: {warmup: 5}\n")
+
+    message = refused(capsys, "--config", str(config), "--out", str(tmp_path / "out"))
+
+    assert str(config) in message
+    assert "`warmup`" in message
+    assert "warmup_steps" in message
+    assert "`detection`" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_type_in_guard_yaml_is_refused_by_its_path(tmp_path, capsys):
+    """The message names the key, what was wanted and what was found."""
+    config = tmp_path / "guard.yaml"
+    config.write_text("checkpoints: {every: soon}\n")
+
+    message = refused(capsys, "--config", str(config), "--out", str(tmp_path / "out"))
+
+    assert "`checkpoints.every`" in message
+    assert "`int`" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_guard_yaml_is_refused(tmp_path, capsys):
+    """A config that is not there is told by its name."""
+    assert "nowhere.yaml" in refused(capsys, "--config", str(tmp_path / "nowhere.yaml"))
+
+
+def test_an_out_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    """A file in the way of --out is told, and stays."""
+    (tmp_path / "file").write_text("mine")
+
+    message = refused(capsys, "--out", str(tmp_path / "file" / "out"))
+
+    assert str(tmp_path / "file") in message
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_with_files_in_it_is_refused(tmp_path, capsys):
+    """The demo never writes over what is there."""
+    (tmp_path / "precious").write_text("mine")
+
+    assert "new or empty" in refused(capsys, "--out", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path, capsys):
+    """A second demo in the folder of one that runs is told who runs there."""
+    folder = JobFolder(tmp_path / "runs", "demo")
+
+    assert "in use by process" in refused(capsys, "--out", str(tmp_path))
+
+    folder.lock.release()
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "100"), ("--seed", "-1")])
+def test_numbers_out_of_range_are_refused(tmp_path, capsys, arguments):
+    """Too few steps for the fault and a negative seed are told before anything is made."""
+    assert arguments[0] in refused(capsys, *arguments, "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_shows_an_example():
+    """--help has an example and the exit codes."""
+    told = subprocess.run(
+        [sys.executable, "-m", "trainer_plugin", "demo", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+
+    assert "example:" in told
+    assert "exit code" in told
+
+
+def test_the_schedule_warms_up_holds_and_decays():
+    """The rate rises over 100 steps, holds, and falls to a tenth over the last fifth."""
+    shares = [_schedule(step, 1000) for step in range(1000)]
+
+    assert shares[0] == pytest.approx(0.01)
+    assert shares[99:800] == [1.0] * 701
+    assert shares[999] == pytest.approx(0.1 + 0.9 / 200)
+    assert shares[800:] == sorted(shares[800:], reverse=True)
+
+
+def test_the_default_folder_is_below_the_working_directory():
+    """Without --out everything lands in demo-out, which git ignores."""
+    assert "/demo-out/" in (Path(__file__).parents[1] / ".gitignore").read_text()

@@ -1,0 +1,216 @@
+"""The house: who may import whom, which lists agree, and what every file has."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from exporter import catalog
+from exporter.catalog import CATALOG
+from exporter.commands import Action, Outcome, Source
+from trainer_plugin.metrics import _READING_GAUGES, _READING_HISTOGRAMS
+from trainer_plugin.monitor import Monitor, Readings
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("exporter", "trainer_plugin", "alert_rules")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_LINES = 300
+# Files that have outgrown the house; no other may, and these are to shrink.
+TOO_LONG = {"trainer_plugin/guard.py", "trainer_plugin/policy.py", "trainer_plugin/detectors.py"}
+
+# The modules of the trainer's side in one order: each may import only what stands before it.
+ORDER = (
+    # Plain numbers: no torch.
+    "signals", "detectors", "monitor", "incidents", "policy", "data", "manifest",
+    # Torch, and no policy.
+    "probe", "shield", "learning_rate", "faults", "tensor_files", "state", "checkpoints",
+    # What sees both rows.
+    "actions", "config", "metrics", "step_reader", "run_folder", "control_loop", "journal", "guard", "__init__",
+)  # fmt: skip
+NO_TORCH = ORDER[: ORDER.index("probe")]
+TORCH_ROW = ORDER[ORDER.index("probe") : ORDER.index("actions")]
+KINDS = {"set": "gauge", "clear": "gauge", "add": "counter", "observe": "histogram"}
+KNOWN = {metric.name: metric for metric in CATALOG}
+
+
+def name_of(path):
+    """A file as told in a message."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path):
+    """The modules that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found
+
+
+def packages(path):
+    """The top-level packages that a file imports."""
+    return {module.split(".")[0] for module in imports(path)}
+
+
+def ours(module):
+    """The modules of `trainer_plugin` that one of them imports."""
+    found = {name.split(".")[1] for name in imports(ROOT / "trainer_plugin" / f"{module}.py")
+             if name.startswith("trainer_plugin.")}  # fmt: skip
+    return found & ({path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} | {"demo"})
+
+
+def page_calls():
+    """Every call that names a metric on a page: place, method, name, label arguments (None if not all are told)."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+                continue
+            name = node.args[0]
+            if node.func.attr not in KINDS or not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+                continue
+            if not name.value.startswith("train_"):
+                continue
+            labels = node.args[1 if node.func.attr == "clear" else 2 :]
+            starred = any(isinstance(label, ast.Starred) for label in labels)
+            yield f"{name_of(path)}:{node.lineno}", node.func.attr, name.value, None if starred else labels
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "exporter")], ids=name_of)
+def test_exporter_imports_neither_torch_nor_the_plugin(path):
+    """What speaks to Prometheus runs on hosts without torch, and knows nothing of the job's insides."""
+    assert not packages(path) & {"torch", "trainer_plugin"}
+
+
+def test_rules_import_nothing():
+    """The folder of the rules holds no code that needs anything."""
+    assert imports(ROOT / "alert_rules" / "__init__.py") == set()
+
+
+def test_every_module_has_its_place_in_the_order():
+    """The order names every module of the trainer's side, but for the command line and the demo above them all."""
+    modules = {path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} - {"__main__"}
+    assert modules == set(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_one_way(module):
+    """Each module imports only modules that stand before it."""
+    assert ours(module) <= set(ORDER[: ORDER.index(module)])
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_judgement_needs_no_torch(module):
+    """Signals, detectors, incidents and policy are plain arithmetic, also through what they import."""
+    assert "torch" not in packages(ROOT / "trainer_plugin" / f"{module}.py")
+    assert ours(module) <= set(NO_TORCH)
+
+
+@pytest.mark.parametrize("module", ["signals", "detectors", "monitor", "incidents", "policy"])
+def test_judgement_has_no_clock_and_no_files(module):
+    """What judges a run reads no clock, no file and no environment: it is told all it needs."""
+    path = ROOT / "trainer_plugin" / f"{module}.py"
+    assert not packages(path) & {"os", "pathlib", "io", "shutil", "time", "datetime", "socket", "threading", "logging"}
+    called = {node.func.id for node in ast.walk(ast.parse(path.read_text()))
+              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
+    assert not called & {"open", "print", "input"}
+
+
+@pytest.mark.parametrize("module", TORCH_ROW)
+def test_what_handles_tensors_knows_no_policy(module):
+    """Probe, shield, learning rate, state and checkpoints know how, and not why or when."""
+    assert not ours(module) & {"policy", "incidents", "monitor", "detectors", "guard"}
+
+
+def test_the_page_needs_no_torch():
+    """A process that serves a page does not load torch."""
+    code = "import sys, exporter.page, exporter.serving; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_lists_of_words_agree():
+    """Actions, outcomes and sources are the same words in commands and in the catalog's labels."""
+    assert get_args(Action) == catalog.ACTIONS
+    assert get_args(Outcome) == catalog.OUTCOMES
+    assert get_args(Source) == catalog.SOURCES
+
+
+def test_what_acts_has_words_in_the_catalog():
+    """Each acting detector and its signal are label values of the catalog."""
+    for detector, signal in Monitor.ACTING:
+        assert detector in catalog.DETECTORS
+        assert signal in catalog.SIGNALS
+
+
+def test_every_metric_that_is_named_exists_with_the_right_kind():
+    """Whatever is set, added or observed by name is in the catalog, of that kind, with that many known labels."""
+    calls = list(page_calls())
+    assert len(calls) > 30
+    for place, method, name, labels in calls:
+        assert name in KNOWN, f"{place}: {name} is not in the catalog"
+        metric = KNOWN[name]
+        assert metric.kind == KINDS[method], f"{place}: {method} on a {metric.kind}"
+        if labels is None:
+            continue
+        assert len(labels) == len(metric.labels), f"{place}: {name} has {len(metric.labels)} labels"
+        for label, (key, values) in zip(labels, metric.labels, strict=True):
+            if isinstance(label, ast.Constant) and values:
+                assert label.value in values, f"{place}: {key}={label.value!r}"
+
+
+def test_the_guards_facts_are_in_the_catalogs_order():
+    """What the guard tells of itself is handed over without names: its order is that of the labels."""
+    told = [
+        [key.value for key in node.value.keys]
+        for node in ast.walk(ast.parse((ROOT / "trainer_plugin" / "guard.py").read_text()))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and node.targets[0].id == "info"
+    ]
+    assert told == [[key for key, _ in KNOWN["train_info"].labels]]
+
+
+def test_readings_are_named_after_their_metrics():
+    """Each reading that is shown under its own name is a field, and a gauge or a histogram of the catalog."""
+    for names, kind in ((_READING_GAUGES, "gauge"), (_READING_HISTOGRAMS, "histogram")):
+        for name in names:
+            assert name in Readings.__dataclass_fields__
+            assert KNOWN[f"train_{name}"].kind == kind
+
+
+def test_names_follow_prometheus():
+    """Counters end in `_total` and nothing else does; no two metrics share a base name (case P20)."""
+    for metric in CATALOG:
+        assert metric.name.startswith("train_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert not {key for key, _ in metric.labels} & {"run", "rank", "le"}
+    bases = [metric.name.removesuffix("_total") for metric in CATALOG]
+    assert len(set(bases)) == len(bases)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_file_says_what_is_inside_and_is_not_too_long(path):
+    """Every source file begins with a docstring, and has one job: not more lines than fit one."""
+    text = path.read_text()
+    docstring = ast.get_docstring(ast.parse(text))
+    assert docstring
+    assert docstring.splitlines()[0].endswith(".")
+    if name_of(path) not in TOO_LONG:
+        assert len(text.splitlines()) <= MAX_LINES
+
+
+def test_every_test_says_what_is_true():
+    """Each test has a docstring of one sentence."""
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), name_of(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                said = ast.get_docstring(node)
+                assert said, f"{name_of(path)}: {node.name}"
+                assert said.endswith("."), f"{name_of(path)}: {node.name}"

@@ -1,0 +1,117 @@
+"""The journal: what happened is on the page, in the trail, and with whoever asked."""
+
+import msgspec
+import pytest
+
+from exporter.commands import Command
+from exporter.page import Page
+from trainer_plugin.checkpoints import Loaded
+from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.incidents import Incident, Remedy
+from trainer_plugin.journal import Journal
+from trainer_plugin.manifest import Manifest
+from trainer_plugin.policy import Decision, Moment, Refusal
+from trainer_plugin.run_folder import JobFolder
+from trainer_plugin.state import Snapshot
+
+MOMENT = Moment(step=40, steps_total=45, now=12.0, loop_up=True)
+COMMAND = Command(id="a1", run="tiny", action="rollback", source="alert", received=1.0, alert="TrainLossNotRecovering")
+
+
+def incident(**options) -> Incident:
+    """An incident at step 36."""
+    return Incident(id=3, first_step=36, detected_step=37, last_step=37, evidence=["loss is up"], **options)
+
+
+class Desk:
+    """A journal with its page and folder; the loop has no thread, `trail` turns it."""
+
+    def __init__(self, folder) -> None:
+        self.folder = JobFolder(folder / "runs", "tiny")
+        self.page = Page(run="tiny")
+        self.errors: list[Exception] = []
+        self.loop = ControlLoop(self.folder, on_error=self.errors.append)
+        self.journal = Journal(self.page, self.loop, self.folder)
+
+    def trail(self) -> list[dict]:
+        """The lines of the trail, once all is written."""
+        self.loop.poll()
+        assert self.errors == []
+        lines = (self.folder.path / "incidents.jsonl").read_bytes().splitlines()
+        return [msgspec.json.decode(line) for line in lines]
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """A journal at work."""
+    desk = Desk(tmp_path)
+    yield desk
+    desk.folder.lock.release()
+
+
+def test_an_incident_is_counted_when_it_opens_and_told_when_it_heals(desk):
+    """An incident counts once, under its class, and has two lines in the trail."""
+    desk.journal.incident(incident(class_="numerical"), 37)
+    desk.journal.incident(incident(class_="numerical", healed=True, healed_step=60), 60)
+    assert desk.page.value("train_incidents_total", "numerical") == 1.0
+    opened, healed = desk.trail()
+    assert (opened["kind"], opened["class"], opened["evidence"]) == ("incident_opened", "numerical", ["loss is up"])
+    assert (healed["kind"], healed["healed_step"]) == ("incident_healed", 60)
+
+
+def test_parameters_with_a_bad_gradient_are_named(desk, caplog):
+    """The log names the first ten, the trail a hundred."""
+    names = [f"layer.{number}" for number in range(150)]
+    desk.journal.nonfinite(7, names)
+    assert "layer.9" in caplog.text
+    assert "layer.10" not in caplog.text
+    (line,) = desk.trail()
+    assert (line["kind"], line["step"], line["parameters"]) == ("nonfinite", 7, names[:100])
+
+
+def test_an_action_is_told_with_its_reason_and_target(desk):
+    """A rollback's line says why, on whose word, what came of it, to which step, and how the tiers stand."""
+    decision = Decision(action="rollback", source="alert", reason="so", incident=incident(), command=COMMAND)
+    remedy = Remedy(
+        action="rollback", step=40, steps_total=45, source="alert", outcome="done", alert=COMMAND.alert, command="a1"
+    )  # fmt: skip
+    target = Manifest(
+        run="tiny", step=30, branch=0, kind="periodic", finite=True, created=1.0, files={}, torch="2.13"
+    )  # fmt: skip
+    loaded = Loaded(manifest=target, snapshot=Snapshot(tensors={}), tier="shared", degraded=("local",))
+    desk.journal.action(decision, remedy, loaded)
+    assert desk.page.value("train_actions_total", "rollback", "alert", "done") == 1.0
+    (line,) = desk.trail()
+    wanted = {
+        "kind": "action",
+        "incident": 3,
+        "reason": "so",
+        "alert": "TrainLossNotRecovering",
+        "command": "a1",
+        "outcome": "done",
+        "to_step": 30,
+        "tier": "shared",
+        "tiers": {"local": "damaged", "shared": "whole"},
+    }
+    assert wanted.items() <= line.items()
+
+
+def test_a_refusal_is_counted_and_told(desk):
+    """A command that led to nothing is counted under its outcome, and the trail says why."""
+    refusal = Refusal(action="rollback", source="alert", outcome="stale", detail="over", command=COMMAND)
+    desk.journal.refusal(refusal, MOMENT)
+    assert desk.page.value("train_actions_total", "rollback", "alert", "stale") == 1.0
+    (line,) = desk.trail()
+    assert line["kind"] == "refused"
+    assert (line["step"], line["steps_total"], line["outcome"], line["detail"]) == (40, 45, "stale", "over")
+
+
+def test_whoever_asked_gets_an_answer(desk):
+    """A command's record says what came of it and when; a wish of the job's own needs none."""
+    desk.folder.inbox.put(COMMAND)
+    desk.journal.answer(None, "done", "", MOMENT)
+    desk.journal.answer(COMMAND, "refused_budget", "spent", MOMENT)
+    desk.loop.poll()
+    (record,) = desk.folder.inbox.records()
+    assert (record.command, record.outcome, record.detail) == (COMMAND, "refused_budget", "spent")
+    assert (record.decided, record.at_step) == (12.0, 40)

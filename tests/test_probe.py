@@ -1,0 +1,191 @@
+"""The probe: true norms, torch's own clip bit for bit, no host read, and hands off a bad step."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_plugin.probe import Limits, Probe, layer_of
+
+
+class Stack(nn.Module):
+    """An embedding tied to the head, and two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.wte.weight
+
+
+def give_gradients(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Fill every gradient with numbers of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (number % 4 - 2)
+    return model
+
+
+def two_parameters(first: list[float], second: list[float], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of two named parameters with these gradients."""
+    model = nn.Module()
+    for name, gradient in (("first", first), ("second", second)):
+        parameter = nn.Parameter(torch.ones(len(gradient), dtype=dtype))
+        parameter.grad = torch.tensor(gradient, dtype=dtype)
+        model.register_parameter(name, parameter)
+    return model
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_norms_equal_a_float64_reference(seed):
+    """Total and layer norms are those of the same gradients in float64, to 1e-5."""
+    model = give_gradients(nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 40), nn.LayerNorm(40)), seed)
+    exact = {name: p.grad.double().square().sum() for name, p in model.named_parameters()}
+    row, bad = Probe(model).measure(torch.tensor(2.5), Limits())
+    values = row.read()
+    assert values.loss == 2.5
+    assert bad.item() == 0.0
+    assert values.grad_norm == pytest.approx(sum(exact.values()).sqrt().item(), rel=1e-5)
+    for layer, norm in values.layer_grad_norms.items():
+        squares = sum(square for name, square in exact.items() if layer_of(name) == layer)
+        assert norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
+
+
+def test_a_half_precision_norm_does_not_overflow():
+    """Four fp16 elements of 60000 have a norm of 120000, and clipped to 1 each is 0.5 (the fp16 half of P02)."""
+    model = two_parameters([6e4, 6e4], [6e4, 6e4], torch.float16)
+    values = Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0))[0].read()
+    assert values.grad_norm == pytest.approx(120_000, rel=0.01)
+    assert [p.grad.tolist() for p in model.parameters()] == [[0.5, 0.5]] * 2
+
+
+def test_measuring_reads_nothing_on_the_host():
+    """On the meta device, where any host read raises, a step is measured, clipped and flagged."""
+    model = Stack().to("meta")
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    loss = torch.empty((), device="meta")
+    limits = Limits(max_norm=1.0, surge_above=3.0, surge_clip=0.5)
+    row, bad = Probe(model).measure(loss, limits, scale=torch.empty((), device="meta"))
+    assert bad.is_meta
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        row.read()
+
+
+def test_a_tied_weight_counts_once():
+    """A weight that two modules share is one parameter, under the name of the first."""
+    model = give_gradients(Stack())
+    probe = Probe(model)
+    assert "head.weight" not in probe.parameters
+    wanted = torch.cat([p.grad.double().flatten() for p in set(model.parameters())]).norm().item()
+    assert probe.measure(torch.tensor(0.0), Limits())[0].read().grad_norm == pytest.approx(wanted, rel=1e-5)
+
+
+def test_layers_are_named_after_modules():
+    """A block of a stack is one layer; any other parameter belongs to its module, a bare one to itself."""
+    assert Probe(Stack()).layers == ("wte", "blocks.0", "blocks.1")
+    assert Probe(two_parameters([1.0], [1.0])).layers == ("first", "second")
+    assert layer_of("model.layers.12.mlp.up.weight") == "model.layers.12"
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one():
+    """The wrapper of torch.compile does not show in the names."""
+    wrapped = nn.Module()
+    wrapped.add_module("_orig_mod", Stack())
+    assert list(Probe(wrapped).parameters) == list(Probe(Stack()).parameters)
+
+
+def test_parameters_without_a_gradient_are_left_out():
+    """A parameter without a gradient adds nothing to any norm, and gets none."""
+    model = two_parameters([3.0, 4.0], [1.0])
+    model.second.grad = None
+    probe = Probe(model)
+    values = probe.measure(torch.tensor(1.0), Limits(max_norm=1.0))[0].read()
+    assert (values.grad_norm, values.layer_grad_norms) == (5.0, {"first": 5.0, "second": 0.0})
+    assert model.second.grad is None
+    model.second.grad = torch.tensor([12.0])  # Back again: the index of layers must not be the old one.
+    model.first.grad = torch.tensor([3.0, 4.0])
+    assert probe.measure(torch.tensor(1.0), Limits())[0].read().grad_norm == 13.0
+
+
+@pytest.mark.parametrize(("loss", "bad"), [(1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)])
+def test_a_step_without_any_gradient_has_no_norm(loss, bad):
+    """Where nothing was there to measure the norm is None, never 0; the loss still decides about the step."""
+    model = nn.Linear(2, 2)
+    row, flag = Probe(model).measure(torch.tensor(loss), Limits(max_norm=1.0))
+    values = row.read()
+    assert (values.grad_norm, values.layer_grad_norms) == (None, {})
+    assert values.loss == pytest.approx(loss, nan_ok=True)
+    assert flag.item() == bad
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    """A model without a trainable parameter is told at the start."""
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        Probe(nn.Linear(2, 2).requires_grad_(requires_grad=False))
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.3, 7.7, 1e6])
+def test_the_clip_is_torchs_bit_for_bit(max_norm):
+    """Clipped gradients are exactly those of `clip_grad_norm_`, whatever the limit."""
+    for seed in range(20):
+        ours = give_gradients(Stack(), seed)
+        torchs = copy.deepcopy(ours)
+        for mine, other in zip(ours.parameters(), torchs.parameters(), strict=True):
+            other.grad = mine.grad.clone()
+        norm = nn.utils.clip_grad_norm_(torchs.parameters(), max_norm)
+        values = Probe(ours).measure(torch.tensor(1.0), Limits(max_norm=max_norm))[0].read()
+        assert values.grad_norm == norm.item()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), torchs.parameters(), strict=True))
+
+
+def test_without_limits_no_bit_changes():
+    """A probe that only watches leaves the gradients as they were."""
+    model = give_gradients(Stack())
+    before = [p.grad.clone() for p in model.parameters()]
+    assert Probe(model).measure(torch.tensor(1.0), Limits())[0].read().clip_coefficient == 1.0
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("poison", "norm"), [(math.nan, math.nan), (math.inf, math.inf)])
+def test_p01_a_bad_step_leaves_healthy_gradients_alone(poison, norm):
+    """With [3, 4] and [NaN or Inf, 0] clipped to 1, nothing is scaled, the norm says so, and the parameter is named."""
+    model = two_parameters([3.0, 4.0], [poison, 0.0])
+    row, bad = Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+    values = row.read()
+    assert bad.item() == 1.0
+    assert values.grad_norm == pytest.approx(norm, nan_ok=True)
+    assert model.first.grad.tolist() == [3.0, 4.0]
+    assert model.second.grad.tolist() == pytest.approx([poison, 0.0], nan_ok=True)
+    model.second.grad = None  # As a loop does before the boundary.
+    assert row.nonfinite_parameters() == ["second"]
+
+
+def test_a_bad_loss_alone_makes_a_bad_step():
+    """A loss that is not finite over finite gradients is flagged, and nothing is clipped."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    row, bad = Probe(model).measure(torch.tensor(math.nan), Limits(max_norm=1.0))
+    assert bad.item() == 1.0
+    assert row.nonfinite_parameters() == []
+    assert model.first.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(("above", "clipped_to"), [(4.9, 0.5), (5.1, 1.0)])
+def test_a_surge_has_a_limit_of_its_own(above, clipped_to):
+    """A norm above the surge level is clipped to the surge's limit, any other to the recipe's."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0, surge_above=above, surge_clip=0.5))
+    assert model.first.grad.norm().item() == pytest.approx(clipped_to, rel=1e-5)
+
+
+def test_weights_finite_finds_one_bad_element():
+    """One NaN among the weights is found."""
+    model = Stack()
+    probe = Probe(model)
+    assert probe.weights_finite()
+    with torch.no_grad():
+        model.blocks[1][0].bias[3] = math.nan
+    assert not probe.weights_finite()

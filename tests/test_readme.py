@@ -1,0 +1,78 @@
+"""Tests of the README: every block in it runs, is read by its own parser, or is held against what is there."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer_plugin.config import Config, read_config
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    """The blocks of one language."""
+    return [text for kind, text in BLOCKS if kind == language]
+
+
+def test_every_block_has_a_known_language():
+    """No block escapes the tests of this file."""
+    assert {kind for kind, _ in BLOCKS} == {"python", "sh", "text", "yaml"}
+
+
+@pytest.mark.timeout(60)
+def test_the_python_blocks_run(tmp_path):
+    """The loop in the README trains in a fresh process, with an empty guard.yaml."""
+    for block in blocks("python"):
+        (tmp_path / "guard.yaml").write_text("metrics: {port: 0}\n")
+
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "runs/gpt-0/state.json").exists()
+
+
+def test_the_yaml_block_is_a_config_and_states_the_defaults():
+    """What the README shows as options is accepted, and each value in it is the default."""
+    (block,) = blocks("yaml")
+
+    assert read_config(yaml.safe_load(block)) == Config()
+
+
+@pytest.mark.timeout(30)
+def test_the_commands_exist(tmp_path):
+    """Every make target is known to make, and every module's command line accepts what is written."""
+    for line in "".join(blocks("sh")).splitlines():
+        words = shlex.split(line)
+        if words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        elif "files" in words:
+            subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, check=True, capture_output=True)
+            assert (tmp_path / "monitoring/alert_rules/training.yml").exists()
+        else:
+            told = subprocess.run(
+                [sys.executable, *words[1:3], "--help"], check=True, capture_output=True, text=True
+            ).stdout
+            assert all(word in told for word in words[3:] if word.startswith("--"))
+
+
+def test_the_file_map_names_every_module():
+    """The map in the README lists each source file, and none that is not there."""
+    file_map = next(block for block in blocks("text") if block.startswith("exporter/"))
+    named = set(re.findall(r"^  (\w+\.py) ", file_map, re.MULTILINE))
+
+    there = {
+        path.name
+        for package in ("exporter", "trainer_plugin")
+        for path in (ROOT / package).glob("*.py")
+        if not path.name.startswith("__")
+    }
+    assert named == there

@@ -1,0 +1,160 @@
+"""Restarts of real processes: killed in mid-run, a job goes on as if nothing had been, and alone in its folder."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
+
+from trainer_plugin import manifest
+from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig, Lineage
+from trainer_plugin.guard import Guard
+from trainer_plugin.run_folder import RunInUseError
+
+PROGRAM = Path(__file__).with_name("training.py")
+
+
+def start(folder: Path, *, pause_at: int, until: int) -> subprocess.Popen:
+    """A job in a process of its own, which waits at a step to be killed."""
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, folder, str(pause_at), str(until)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill(job: subprocess.Popen) -> None:
+    """End a job as a machine that loses power would."""
+    job.kill()  # SIGKILL; one that has ended is left alone.
+    job.wait()
+    job.stdin.close()
+    job.stdout.close()
+
+
+@pytest.mark.timeout(60)
+def test_30_and_kill_and_resume_to_60_equals_60_straight(tmp_path):
+    """A job killed after step 35 goes on from step 30 in a new process and ends bit-identical; nobody else gets in.
+
+    Weights, moments, schedule, data and the next random numbers are those of an undisturbed run, dropout and all.
+    """
+    first = start(tmp_path, pause_at=35, until=60)
+    try:
+        assert first.stdout.readline() == "from 0 0.001 0.001\n"
+        assert first.stdout.readline() == "at 35\n"
+        other = seeded_job()
+        with pytest.raises(RunInUseError) as caught:
+            Guard(settings(tmp_path), model=other.model, optimizer=other.optimizer)
+        assert str(caught.value).endswith(f"in use by process {first.pid} on {os.uname().nodename}")
+        assert "\n" not in str(caught.value)
+    finally:
+        kill(first)
+
+    second = start(tmp_path, pause_at=0, until=60)
+    try:
+        # C07: in a fresh process the optimizer has the rate that the scheduler says, before the first step.
+        assert second.stdout.readline() == "from 30 0.01 0.01\n"
+        assert second.wait(50) == 0
+    finally:
+        kill(second)
+    resumed = torch.load(tmp_path / "outcome.pt", weights_only=False)
+
+    straight = seeded_job()
+    straight.guard = Guard(
+        settings(tmp_path / "straight"),
+        model=straight.model,
+        optimizer=straight.optimizer,
+        scheduler=straight.scheduler,
+        data=straight.data,
+    )
+    straight.run(60)
+    straight.guard.close()
+    wanted = outcome(straight)
+    assert resumed["used"] == wanted["used"][30:]
+    assert resumed["draws"] == wanted["draws"]
+    assert resumed["scheduler"] == wanted["scheduler"]
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(resumed["model"][name], tensor)
+    for number, state in wanted["optimizer"]["state"].items():
+        for name, tensor in state.items():
+            assert torch.equal(resumed["optimizer"]["state"][number][name], tensor)
+
+
+def test_c07_the_restored_rate_is_the_schedulers(make_guard):
+    """With a warm-up of ten steps and a checkpoint at 50, rate and schedule agree on 0.01 before the first step."""
+    job = make_guard(adamw_job(scheduled=True))
+    job.run(50)
+    job.guard.close()
+    fresh = adamw_job(seed=2, scheduled=True)
+    assert fresh.optimizer.param_groups[0]["lr"] == 0.001
+    make_guard(fresh)
+    assert fresh.guard.step == 50
+    assert fresh.optimizer.param_groups[0]["lr"] == fresh.scheduler.get_last_lr()[0] == 0.01
+    fresh.watch_rates()
+    fresh.step()
+    assert fresh.rates == [0.01]
+
+
+def open_checkpoints(folder: Path) -> Checkpoints:
+    """The checkpoints of a run, as its next job finds them, everything in them proven."""
+    config = CheckpointsConfig(local=str(folder / "local"), shared=str(folder / "shared"))
+    checkpoints = Checkpoints(config, "tiny", lineage=Lineage(), on_failure=lambda _: None)
+    checkpoints.open()
+    checkpoints.proven_step = 1 << 62
+    return checkpoints
+
+
+def _save_for_ever(checkpoints: Checkpoints, first: int) -> None:
+    """In a process of its own: save as fast as the disk takes it."""
+    for step in range(first, 1 << 30, 10):
+        checkpoints.save(snapshot(step), step)
+        checkpoints.wait()
+
+
+def _saving(folder: Path, moment: str, *, after: int) -> bool:
+    """Whether a checkpoint beyond a step has come as far as this moment."""
+    tier, _, name = moment.partition("/")
+    paths = (folder / tier / "tiny").glob(f"step-*/{name}" if name else "step-*")
+    return any(f"step-{after + 1:09d}" < path.relative_to(folder / tier / "tiny").parts[0] for path in paths)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "local",
+        "local/plain.pt",
+        "local/*.distcp",
+        "local/.metadata",
+        "local/manifest.json",
+        "shared",
+        "shared/plain.pt",
+    ],
+)
+def test_c01_a_kill_during_a_save_leaves_whole_checkpoints_only(tmp_path, moment):
+    """Killed at any point of a save, the newest whole checkpoint loads, and the next start removes the leftovers."""
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(snapshot(10), 10)
+    checkpoints.wait()
+    context = multiprocessing.get_context("fork")
+    for round_ in range(3):
+        first = 1000 * (round_ + 1)
+        process = context.Process(target=_save_for_ever, args=(checkpoints, first), daemon=True)
+        process.start()
+        try:
+            wait_for(lambda first=first: _saving(tmp_path, moment, after=first))
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        checkpoints = open_checkpoints(tmp_path)
+        for name in ("local", "shared"):
+            found = list((tmp_path / name / "tiny").iterdir())
+            assert found
+            assert all(manifest.faults(path, manifest.read(path)) == [] for path in found)
+        target = checkpoints.targets(1 << 62)[0]
+        assert target.step >= first
+        assert checkpoints.load(target).snapshot.plain["guard"]["step"] == target.step

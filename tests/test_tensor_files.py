@@ -1,0 +1,42 @@
+"""Tensors on disk: every dtype and shape comes back bit for bit, from one process, without a warning."""
+
+import pytest
+import torch
+
+from trainer_plugin.tensor_files import read_tensors, write_tensors
+
+TENSORS = {
+    "model/weight": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),
+    "model/half": torch.tensor([0.1, -0.0, float("inf")], dtype=torch.bfloat16),
+    "model/poisoned": torch.tensor([float("nan")]),
+    "model/empty": torch.zeros(0, 3),
+    "model/turned": torch.arange(6.0).reshape(2, 3).t(),
+    "buffer": torch.tensor([True, False]),
+    "optimizer/0/weight/step": torch.tensor(3.0),
+    "count": torch.tensor(2**62),
+}
+
+
+def test_tensors_come_back_as_they_were(tmp_path):
+    """Names, shapes, dtypes and bits are the same; also of empty, scalar and transposed tensors."""
+    write_tensors(tmp_path, TENSORS)
+    found = read_tensors(tmp_path)
+    assert found.keys() == TENSORS.keys()
+    for name, wanted in TENSORS.items():
+        assert (found[name].dtype, found[name].shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(found[name].nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+
+
+def test_no_tensors_are_a_state_too(tmp_path):
+    """An empty set of tensors can be written and read."""
+    write_tensors(tmp_path, {})
+    assert read_tensors(tmp_path) == {}
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+    """Where the folder cannot be written or read, the caller hears of it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        write_tensors(tmp_path / "file" / "folder", TENSORS)
+    with pytest.raises(OSError, match="none"):
+        read_tensors(tmp_path / "none")

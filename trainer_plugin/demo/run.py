@@ -1,0 +1,151 @@
+"""The demo from end to end: servers, a guarded training that breaks, its fault-free twin, and a report."""
+
+import os
+import time
+from contextlib import ExitStack
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from trainer_plugin.config import Config, read_config
+from trainer_plugin.demo.job import train_guarded, train_twin
+from trainer_plugin.demo.result import Result, read_incidents, versions, write_json
+from trainer_plugin.demo.scenarios import SCENARIOS, Scenario
+from trainer_plugin.demo.servers import Stack, find_servers
+from trainer_plugin.demo.text import Corpus
+from trainer_plugin.demo.timeline import Timeline
+from trainer_plugin.guard import Guard
+from trainer_plugin.run_folder import RunLock
+
+RUN = "demo"
+
+
+def run_demo(
+    *,
+    scenario_name: str,
+    steps: int | None,
+    seed: int,
+    out: Path | None,
+    local_only: bool,
+    json_path: Path | None,
+    config_path: Path | None,
+) -> int:
+    """Run one scenario; 0 when it went as it must, 1 when it did not.
+
+    Raises:
+        ValueError: an argument or the config cannot be used; nothing has been made.
+        OSError: a folder cannot be made or written.
+        RunInUseError: another demo runs in `out`.
+    """
+    scenario = SCENARIOS[scenario_name]
+    steps = scenario.steps if steps is None else steps
+    if steps < scenario.least_steps:
+        raise ValueError(f"--steps must be at least {scenario.least_steps} for {scenario.name}, found {steps}")
+    if seed < 0:
+        raise ValueError(f"--seed must be 0 or more, found {seed}")
+    out = out or Path("demo-out") / f"{scenario.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config = _config(config_path, out.absolute())
+    _make_folder(out)
+    if json_path is not None:
+        json_path.touch()  # Found out now, not after minutes of training.
+    (out / "guard.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+
+    servers = None if local_only else find_servers()
+    if servers is None and not local_only:
+        print("no prometheus and prometheus-alertmanager here (`make tools` fetches them): going on as --local-only")
+    print(f"{scenario.name}: {scenario.story}")
+    corpus = Corpus.load()
+    result = _train(scenario, corpus, config, steps=steps, seed=seed, out=out, with_servers=servers is not None)
+    text = result.to_text(out)
+    print(f"\n{text}")
+    (out / "report.txt").write_text(text + "\n")
+    write_json(out / "demo.json", result.to_json())
+    if json_path is not None:
+        write_json(json_path, result.to_json())
+    return 1 if result.problems() else 0
+
+
+def _train(
+    scenario: Scenario, corpus: Corpus, config: Config, *, steps: int, seed: int, out: Path, with_servers: bool
+) -> Result:
+    began = time.monotonic()
+    run_folder = Path(config.runs) / config.run
+    faults = scenario.inject()
+    with ExitStack() as ends:
+        stack = None
+        if with_servers:
+            stack = ends.enter_context(Stack(out / "servers", Path(config.runs), files("alert_rules")))
+        timeline = Timeline(run_folder, stack, began=began)
+        ends.callback(timeline.stop)
+        if stack is not None:
+            timeline.tell("servers", ", ".join(f"{name} {url}" for name, url in stack.urls.items()))
+        told: list[bool] = []
+
+        def on_step(step: int, loss: float) -> None:
+            timeline.progress(step, loss)
+            if not told and scenario.fault is not None and faults.first_step(scenario.fault) is not None:
+                told.append(True)
+                timeline.tell("fault", scenario.story, step=faults.first_step(scenario.fault))
+
+        def on_start(guard: Guard) -> None:
+            timeline.tell("metrics", f"http://{config.metrics.host}:{guard.metrics_port}/metrics")
+            timeline.start()
+
+        guarded = train_guarded(
+            corpus,
+            config,
+            seed=seed,
+            steps=steps,
+            faults=faults,
+            local_only=stack is None,
+            on_start=on_start,
+            on_step=on_step,
+        )
+    twin_line = Timeline(run_folder, None, began=began)
+    twin_line.tell("twin", "the same seed without the fault and without the guard, to compare with")
+    twin = train_twin(corpus, seed=seed, steps=steps, read_after=guarded.applied_steps, on_step=twin_line.progress)
+    return Result(
+        scenario=scenario,
+        seed=seed,
+        steps=steps,
+        mode="prometheus" if stack is not None else "local",
+        versions=versions(find_servers() if stack is not None else None),
+        faults=faults,
+        incidents=read_incidents(run_folder),
+        trail=timeline.trail,
+        alerts=timeline.alerts,
+        guarded=guarded,
+        twin=twin,
+    )
+
+
+def _config(path: Path | None, out: Path) -> Config:
+    """The demo's options, with those of a guard.yaml over them; folders are always in `out`."""
+    checkpoints = {"every": 100, "keep_local": 20, "keep_shared": 20}
+    options: dict[str, Any] = {"metrics": {"port": 0}, "checkpoints": checkpoints}
+    if path is not None:
+        read_config(path)
+        theirs = yaml.safe_load(path.read_text()) or {}
+        for key, value in theirs.items():
+            options[key] = {**options.get(key, {}), **value} if isinstance(value, dict) else value
+    options |= {"run": RUN, "runs": str(out / "runs")}
+    options["checkpoints"] = options["checkpoints"] | {
+        "local": str(out / "checkpoints" / "local"),
+        "shared": str(out / "checkpoints" / "shared"),
+    }
+    return read_config(options)
+
+
+def _make_folder(out: Path) -> None:
+    """Make the demo's folder, which must be new or empty."""
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise PermissionError(f"--out {out} cannot be written")
+    lock = out / "runs" / RUN / "lock"
+    if lock.exists():
+        RunLock(lock).release()  # Raises if a demo is under way in it.
+    if any(out.iterdir()):
+        raise ValueError(f"--out must be a new or empty folder, found files in {out}")
