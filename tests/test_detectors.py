@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from curves import CURVES, FAULT, HEALTHY, STEPS, WARMUP_FAULT, decay, worked_example
 
-from trainer_plugin.detectors import DetectionConfig, EmaRatio, Recovery, Robust, RollingSigma
+from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingSigma
+from trainer_plugin.recovery import Recovery
 
 DEFAULT = DetectionConfig()
 DETECTORS = {
@@ -194,12 +195,23 @@ def test_textbook_ema_hides_any_jump_within_40_steps(size):
 
 
 def test_textbook_compares_after_the_update_and_the_other_form_before_it():
-    """The two forms differ in exactly one thing: whether the value is in the average that it is held against."""
+    """The textbook form takes any value in and compares then; the other compares first and takes in a limited one."""
     textbook = EmaRatio("loss", alpha=0.5, ratio=1.5, warmup_steps=0, textbook=True)
     free = EmaRatio("loss", alpha=0.5, ratio=1.5, warmup_steps=0)
     said = [detector.update(step, value) for detector in (textbook, free) for step, value in enumerate((1.0, 4.0))]
     assert [verdict.baseline for verdict in said if verdict] == [2.5, 1.0]
-    assert textbook.ema == free.ema == 2.5
+    assert textbook.ema == 2.5
+    assert free.ema == 0.5 * 1.0 + 0.5 * 1.5
+
+
+def test_a_wild_value_in_warmup_does_not_blind_the_average():
+    """A norm a million times too large, met before anything is judged, moves the average by a tenth at most."""
+    free = EmaRatio("grad_norm", alpha=0.99, ratio=10.0, warmup_steps=500)
+    for step in range(100):
+        free.update(step, 1.0)
+    free.update(100, 1e6)
+
+    assert free.ema == pytest.approx(1.09)
 
 
 def test_ema_does_not_learn_when_told_so():

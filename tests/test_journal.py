@@ -7,10 +7,10 @@ from exporter.commands import Command
 from exporter.page import Page
 from trainer_plugin.checkpoints import Loaded
 from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.decisions import Decision, Moment, Refusal
 from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.journal import Journal
 from trainer_plugin.manifest import Manifest
-from trainer_plugin.policy import Decision, Moment, Refusal
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.state import Snapshot
 

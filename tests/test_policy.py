@@ -8,18 +8,11 @@ import pytest
 from curves import signals
 
 from exporter.commands import Command
+from trainer_plugin.budget import BudgetConfig
+from trainer_plugin.decisions import ActionsConfig, Moment
 from trainer_plugin.detectors import DetectionConfig, Verdict
 from trainer_plugin.monitor import Monitor, Readings
-from trainer_plugin.policy import (
-    HEALED_STEPS,
-    MAX_FAILURES,
-    NO_UPDATES_STEPS,
-    ActionsConfig,
-    BudgetConfig,
-    Moment,
-    Policy,
-    PolicyState,
-)
+from trainer_plugin.policy import HEALED_STEPS, MAX_FAILURES, NO_UPDATES_STEPS, Policy, PolicyState
 
 GRACE_SECONDS = 30.0
 COOLDOWN_STEPS = 200

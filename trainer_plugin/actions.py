@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from trainer_plugin.checkpoints import Checkpoints, Loaded
 from trainer_plugin.data import Data, Quarantine
+from trainer_plugin.decisions import ActionsConfig, Decision, Moment
 from trainer_plugin.incidents import Incident
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.policy import ActionsConfig, Decision, Moment
 from trainer_plugin.state import TrainingState
 
 _log = logging.getLogger(__name__)

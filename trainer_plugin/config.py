@@ -8,9 +8,10 @@ import msgspec
 import yaml
 
 from exporter.runs import valid_run_name
+from trainer_plugin.budget import BudgetConfig
 from trainer_plugin.checkpoints import CheckpointsConfig
+from trainer_plugin.decisions import ActionsConfig, Mode
 from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.policy import ActionsConfig, BudgetConfig, Mode
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

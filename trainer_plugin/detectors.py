@@ -89,7 +89,8 @@ class EmaRatio:
         baseline = self.ema
         warm = self._seen >= self._warmup_steps
         if not self._textbook and learn:
-            self._take_in(value)
+            # Also in warm-up, where nothing is judged: one wild value must not blind the average for long.
+            self._take_in(value if self.ema is None else min(value, self._threshold * self.ema))
         self._seen += 1
         if warm and baseline is not None and ratio > self._threshold:
             return Verdict(
@@ -264,45 +265,3 @@ class Robust:
         self._values.extend(state["values"])
         self._seen, self._onset = state["seen"], state["onset"]
         self._center, self.scale = state["center"], state["scale"]
-
-
-class Recovery:
-    """How long the loss has been out of its robust band without coming back for good.
-
-    Back for good is `BACK_STEPS` of the last `OF_STEPS` steps inside the band: a count of strictly consecutive bad
-    steps would be broken by batch noise, and a single good step would end it.
-    """
-
-    BACK_STEPS = 8
-    OF_STEPS = 10
-
-    def __init__(self) -> None:
-        self.unrecovered_steps = 0
-        self._inside: deque[bool] = deque(maxlen=self.OF_STEPS)
-
-    def update(self, step: int, *, left_at: int | None, inside: bool) -> int:
-        """Count one step: `left_at` is the first step of a deviation found now; `inside`, whether the loss is back."""
-        if self.unrecovered_steps:
-            self.unrecovered_steps += 1
-            self._inside.append(inside)
-            if sum(self._inside) >= self.BACK_STEPS:
-                self.clear()
-        elif left_at is not None:
-            self.unrecovered_steps = step - left_at + 1
-            self._inside.clear()
-        return self.unrecovered_steps
-
-    def clear(self) -> None:
-        """Stop counting."""
-        self.unrecovered_steps = 0
-        self._inside.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count and the last steps."""
-        return {"unrecovered_steps": self.unrecovered_steps, "inside": list(self._inside)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
-        self.unrecovered_steps = state["unrecovered_steps"]
-        self._inside.clear()
-        self._inside.extend(state["inside"])

@@ -8,25 +8,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exporter.page import Page
-from exporter.serving import MetricsServer, Target, local_address
-from trainer_plugin.actions import Actions, ClipLimit, Result
-from trainer_plugin.checkpoints import Checkpoints, Loaded
+from trainer_plugin.actions import Actions, ClipLimit
+from trainer_plugin.checkpoints import Checkpoints
 from trainer_plugin.config import Config, read_config
 from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.data import Data
+from trainer_plugin.decisions import Moment
+from trainer_plugin.endpoint import Endpoint
+from trainer_plugin.history import History, Resume
 from trainer_plugin.journal import Journal
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.metrics import Metrics, Standing
+from trainer_plugin.metrics import Standing
 from trainer_plugin.monitor import Monitor
-from trainer_plugin.policy import Moment, Policy
+from trainer_plugin.policy import Policy
 from trainer_plugin.probe import Limits, Probe
 from trainer_plugin.run_folder import JobFolder, RunState
 from trainer_plugin.signals import Signals
@@ -34,7 +35,6 @@ from trainer_plugin.state import TrainingState, encode_plain
 from trainer_plugin.step_reader import StepReader
 
 _log = logging.getLogger(__name__)
-Resume = Literal["auto", "require", "never"]
 _FLUSH_SECONDS = 5.0
 # The guards of this process by run folder: a second one takes the first one's place.
 _guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
@@ -78,7 +78,6 @@ class Guard:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.config = config = read_config(config, run=run)
-        self.step = 0
         self.stopping = False
         self._closed = False
         self._clock = clock
@@ -95,9 +94,7 @@ class Guard:
         self._state = TrainingState(
             model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=self._data
         )
-        self._monitor = Monitor(config.detection)
-        self._steps_total = 0
-        encode_plain(self._state.capture(self._rewinding()).plain)
+        encode_plain(self._state.capture({}).plain)
 
         self._folder = _take_folder(config)
         with ExitStack() as undo:
@@ -115,8 +112,9 @@ class Guard:
             config.checkpoints, config.run, lineage=run_state.lineage, on_failure=self._count_checkpoint_failure
         )
         self._checkpoints.open()
-        self._steps_total = run_state.steps_total
         self._checkpoints.proven_step = run_state.proven_step
+        self._monitor = Monitor(config.detection)
+        self._history = History(self._checkpoints, self._state, self._monitor, steps_total=run_state.steps_total)
         self._learning_rate = LrFactor(optimizers, state=run_state.learning_rate)
         undo.callback(self._learning_rate.remove)
         self._clip = ClipLimit(config.actions, tight_until=run_state.clip_until)
@@ -142,15 +140,27 @@ class Guard:
             self._probe, optimizers, self._learning_rate, scaler=scaler, shielded=config.mode == "auto"
         )
         undo.callback(self._reader.remove)
-        self._resume(resume)
-        self._learning_rate.advance(self._steps_total)
-        self._open_metrics(undo)
+        self._history.resume(resume, self._policy.open_incident, config.run)
+        self._learning_rate.advance(self._history.steps_total)
+        self._endpoint = Endpoint(config, layers=self._probe.layers, info=self._info())
+        undo.callback(self._endpoint.close)
+        self.page = self._endpoint.page
         self._loop = ControlLoop(self._folder, on_error=self._hold_back)
         self._journal = Journal(self.page, self._loop, self._folder)
         self._loop.start()
         self._save_state()
 
     # --- What the training loop calls -------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps in the history of the weights as they are; goes back on a rollback."""
+        return self._history.step
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The port that /metrics is really on; None if none could be had."""
+        return self._endpoint.port
 
     def next_batch(self) -> Any:  # noqa: ANN401 - whatever `data` yields
         """The next batch that is not in quarantine; begins the next epoch by itself, moves with a rollback."""
@@ -177,11 +187,12 @@ class Guard:
 
     def end_step(self) -> None:
         """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
-        self.step += 1
-        self._steps_total += 1
+        history = self._history
+        history.step += 1
+        history.steps_total += 1
         moment = Moment(
-            step=self.step,
-            steps_total=self._steps_total,
+            step=history.step,
+            steps_total=history.steps_total,
             now=self._clock(),
             loop_up=self._loop.up and not self._local_only,
         )
@@ -197,9 +208,7 @@ class Guard:
         self._checkpoints.wait()
         self._reader.remove()
         self._learning_rate.remove()
-        if self._target is not None:
-            self._target.remove()
-        self._server.close()
+        self._endpoint.close()
         self._save_state()
         self._loop.stop()
         self._folder.lock.release()
@@ -225,7 +234,7 @@ class Guard:
             ):
                 self._journal.incident(incident, signals.step)
                 self._save_state()
-            self._shows.append(partial(self._metrics.show, signals, readings, verdicts, moment.now))
+            self._shows.append(partial(self._endpoint.metrics.show, signals, readings, verdicts, moment.now))
             if signals.surge:
                 self.page.add("train_actions_total", 1.0, "clip", "local", "done")
             if self._on_signals is not None:
@@ -234,17 +243,17 @@ class Guard:
     def _act(self, moment: Moment) -> None:
         """Obey, else save: a boundary that has just gone back must not save too."""
         if not self._obey(moment):
-            self._prove()
+            self._history.prove(self.config.checkpoints.proof_steps, self._policy.open_incident)
             if self.step % self.config.checkpoints.every == 0:
                 self._save_checkpoint()
-        self._learning_rate.advance(self._steps_total)
+        self._learning_rate.advance(self._history.steps_total)
 
     def _show(self, moment: Moment) -> None:
         """Put it all on the page at once. Only now: nothing that acts may wait while the page is held."""
         with self.page.update():
             for show in self._shows:
                 show()
-            self._metrics.stand(self.step, self._standing(moment))
+            self._endpoint.metrics.stand(self.step, self._standing(moment))
 
     def _inspect(self, step: int) -> bool:
         """A step gone bad is worth host reads: which parameters, and whether the weights are still finite."""
@@ -268,7 +277,10 @@ class Guard:
         remedy = self._policy.record(decision, moment, result.outcome, detail=result.detail, to_step=to_step)
         self._journal.action(decision, remedy, result.loaded)
         if result.loaded is not None:
-            self._go_back(result.loaded, result)
+            self._history.went_back_to(result.loaded)
+            self._reader.forget()
+            if result.quarantine is not None:
+                self._loop.write(partial(self._folder.add_quarantine, result.quarantine))
             self.page.add("train_rollback_lost_steps_total", moment.step - self.step)
         self._save_state()
         self._journal.answer(decision.command, remedy.outcome, remedy.detail, moment)
@@ -279,42 +291,19 @@ class Guard:
             self.stopping = True
         return result.loaded is not None
 
-    def _go_back(self, loaded: Loaded, result: Result | None = None) -> None:
-        """The guard's own part of a restore, after a rollback or a restart."""
-        guard = loaded.snapshot.plain["guard"]
-        self.step = guard["step"]
-        self._monitor.load_state_dict(guard["monitor"])
-        self._reader.forget()
-        self._checkpoints.lineage.begin(self.step)
-        self._checkpoints.proven_step = min(self._checkpoints.proven_step, self.step)
-        if result is not None and result.quarantine is not None:
-            entry = result.quarantine
-            self._loop.write(lambda: self._folder.add_quarantine(entry))
-
-    def _prove(self) -> None:
-        """A checkpoint is proven once every verdict about it could have come, and none did."""
-        proven = self.step - self.config.checkpoints.proof_steps
-        incident = self._policy.open_incident
-        if incident is not None:
-            proven = min(proven, incident.before_step - 1)
-        self._checkpoints.proven_step = max(self._checkpoints.proven_step, proven)
-
     def _save_checkpoint(self) -> None:
-        if not self._checkpoints.save(self._state.capture(self._rewinding()), self.step):
+        if not self._history.save():
             _log.warning("step %d: checkpoint left out, the last one is still being written", self.step)
             self._count_checkpoint_failure("local")
         self._save_state()
 
     # --- State ------------------------------------------------------------------------------------------------------
 
-    def _rewinding(self) -> dict[str, Any]:
-        return {"step": self.step, "steps_total": self._steps_total, "monitor": self._monitor.state_dict()}
-
     def _save_state(self) -> None:
         """Write what never rewinds, as it is now, in the background."""
         content = msgspec.json.encode(
             RunState(
-                steps_total=self._steps_total,
+                steps_total=self._history.steps_total,
                 proven_step=self._checkpoints.proven_step,
                 policy=self._policy.state,
                 lineage=self._checkpoints.lineage,
@@ -324,73 +313,32 @@ class Guard:
         )
         self._loop.write(lambda: self._folder.save_state(content))
 
-    def _resume(self, resume: Resume) -> None:
-        """Go on from the newest checkpoint; before the first bad step if the job died in an incident."""
-        run, incident = self.config.run, self._policy.open_incident
-        before_step = incident.before_step if incident is not None else 1 << 62
-        for target in self._checkpoints.targets(before_step, proven_only=False) if resume != "never" else []:
-            try:
-                loaded = self._checkpoints.load(target)
-            except OSError as error:
-                _log.warning("%s", error)
-                continue
-            self._state.restore(loaded.snapshot)
-            self._steps_total = max(self._steps_total, loaded.snapshot.plain["guard"]["steps_total"])
-            self._go_back(loaded)
-            why = f"the newest before incident {incident.id}" if incident is not None else "the newest whole one"
-            _log.warning("run %s: goes on from step %d (%s tier, %s)", run, self.step, loaded.tier, why)
-            return
-        if resume == "require":
-            raise ValueError(
-                f"run {run}: no checkpoint to go on from before step {before_step}, and resume is `require`"
-            )
-        self._checkpoints.lineage.begin(0)  # What an earlier job saved here belongs to other weights.
-        self._checkpoints.proven_step = -1
-        _log.info("run %s: starts at step 0", run)
-
-    # --- Metrics ----------------------------------------------------------------------------------------------------
-
-    def _open_metrics(self, undo: ExitStack) -> None:
-        config = self.config
-        self.page = Page(run=config.run)
-        info = {
+    def _info(self) -> dict[str, str]:
+        return {
             "framework": "torch",
             "torch": str(torch.__version__),
             "world_size": "1",
-            "mode": config.mode,
+            "mode": self.config.mode,
             "data_rewind": "none" if self._data is None else "exact" if self._data.rewindable else "forward",
             "shield": self._reader.shield_kind,
         }
-        self._metrics = Metrics(self.page, config, layers=self._probe.layers, info=info)
-        self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
-        undo.callback(self._server.close)
-        self.metrics_port = self._server.port
-        self._target: Target | None = None
-        if self.metrics_port is None:
-            _log.warning("run %s: no metrics endpoint", config.run)
-            return
-        address = config.metrics.advertise or local_address(config.metrics.host, self.metrics_port)
-        _log.info("run %s: metrics on http://%s/metrics", config.run, address)
-        self._target = Target(Path(config.runs), run=config.run, rank="0", address=address)
 
     def _standing(self, moment: Moment) -> Standing:
         incident = self._policy.open_incident
-        targets = self._checkpoints.targets(incident.before_step if incident is not None else self.step + 1)
-        whole = [target.step for target in targets if len(self._checkpoints.tiers(target)) > 1]
         return Standing(
-            steps_total=self._steps_total,
+            steps_total=moment.steps_total,
             lr_factor=self._learning_rate.factor,
-            clip_max_norm=self._clip.max_norm(self._steps_total),
+            clip_max_norm=self._clip.max_norm(moment.steps_total),
             incident_open=incident is not None,
             loop_up=moment.loop_up,
-            rollback_target_step=whole[0] if whole else -1,
+            rollback_target_step=self._history.target_step(incident),
             checkpoint_steps={tier: self._checkpoints.newest_step(tier) for tier in ("local", "shared")},
             checkpoint_seconds=self._checkpoints.seconds,
         )
 
     def _limits(self) -> Limits:
         """How far the coming step's gradient may go: the recipe's clip, and R10's surge where the job may act."""
-        max_norm = self._clip.max_norm(self._steps_total)
+        max_norm = self._clip.max_norm(self._history.steps_total)
         limit = math.inf if max_norm is None else max_norm
         if self.config.mode != "auto":
             return Limits(max_norm=limit)

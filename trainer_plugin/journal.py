@@ -10,8 +10,8 @@ from exporter.commands import Command, Outcome, Record
 from exporter.page import Page
 from trainer_plugin.checkpoints import Loaded
 from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.decisions import Decision, Moment, Refusal
 from trainer_plugin.incidents import Incident, Remedy
-from trainer_plugin.policy import Decision, Moment, Refusal
 from trainer_plugin.run_folder import JobFolder
 
 _log = logging.getLogger(__name__)

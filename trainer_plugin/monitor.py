@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from exporter.catalog import GRAD_NORM_RATIO_LEVELS, LOSS_RATIO_LEVELS
-from trainer_plugin.detectors import DetectionConfig, EmaRatio, Recovery, Robust, RollingSigma, Verdict
+from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingSigma, Verdict
+from trainer_plugin.recovery import Recovery
 from trainer_plugin.signals import Signals
 
 

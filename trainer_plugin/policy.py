@@ -12,18 +12,15 @@
 "The job" means mode `auto`: in `observe` it says what it would have done, in `assist` it obeys commands only.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import msgspec
 
 from exporter.commands import Command
+from trainer_plugin.budget import BudgetConfig, Rollback, in_vain, overspent
+from trainer_plugin.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
 from trainer_plugin.detectors import Verdict
 from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.monitor import Monitor, Readings
 from trainer_plugin.signals import Signals
-
-Mode = Literal["observe", "assist", "auto"]
 
 # Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
 HEALED_STEPS = 20
@@ -31,91 +28,6 @@ HEALED_STEPS = 20
 NO_UPDATES_STEPS = 10
 MAX_FAILURES = 3
 KEPT_INCIDENTS = 50
-_DAY_SECONDS = 86_400.0
-
-
-class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`actions:` of guard.yaml."""
-
-    clip_max_norm: float | None = 1.0
-    clip_factor: float = 0.5
-    clip_steps: int = 200
-    lr_factor: float = 0.5
-    lr_hold_steps: int = 200
-    lr_return_steps: int = 200
-    lr_stacking: bool = True
-    rollback_optimizer: Literal["restore", "reset", "keep"] = "restore"
-    alert_grace_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.clip_max_norm is not None and not self.clip_max_norm > 0.0:
-            raise ValueError(f"`clip_max_norm` must be above 0 or null, found {self.clip_max_norm}")
-        for name in ("clip_factor", "lr_factor"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ValueError(f"`{name}` must be between 0 and 1, found {getattr(self, name)}")
-        for name in ("clip_steps", "lr_hold_steps", "lr_return_steps", "alert_grace_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
-
-
-class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`budget:` of guard.yaml: how much the guard may do before a person has to look."""
-
-    rollbacks_per_day: int = 3
-    same_target: int = 2
-    lr_floor: float = 0.1
-    cooldown_steps: int = 200
-
-    def __post_init__(self) -> None:
-        for name in ("rollbacks_per_day", "same_target", "cooldown_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
-        if not 0.0 < self.lr_floor <= 1.0:
-            raise ValueError(f"`lr_floor` must be above 0 and at most 1, found {self.lr_floor}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """A boundary: the step just run, all steps ever run, Unix seconds, and whether the outer loop is alive."""
-
-    step: int
-    steps_total: int
-    now: float
-    loop_up: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """One action to take now. A rollback goes to a state before `before_step`, its suspect window times `widen`."""
-
-    action: str
-    source: str
-    reason: str
-    incident: Incident
-    command: Command | None = None
-    before_step: int = 0
-    widen: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """A command or wish that leads to no action, and why."""
-
-    action: str
-    source: str
-    outcome: str
-    detail: str
-    command: Command | None = None
-
-
-class Rollback(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollback that was done; `first_step` is its incident's."""
-
-    at: float
-    at_step: int
-    at_steps_total: int
-    to_step: int
-    first_step: int
 
 
 class PolicyState(msgspec.Struct, kw_only=True):
@@ -259,7 +171,7 @@ class Policy:
                 )
         if command.action == "rollback":
             first_step = incident.first_step if incident else (command.step or moment.step)
-            refused = self._over_budget(first_step, moment.now)
+            refused = overspent(self._budget, self.state.rollbacks, first_step, moment.now)
             if refused:
                 return refuse("refused_budget", refused)
         if incident is None:
@@ -344,7 +256,7 @@ class Policy:
         if self.mode != "auto":
             outcome, detail = "observed", f"{reason}; mode is {self.mode}"
         elif action == "rollback":
-            detail = self._over_budget(incident.first_step, moment.now)
+            detail = overspent(self._budget, self.state.rollbacks, incident.first_step, moment.now)
             outcome = "refused_budget" if detail else ""
         if outcome:
             remedy = Remedy(
@@ -365,7 +277,7 @@ class Policy:
         moment: Moment,
         command: Command | None = None,
     ) -> Decision:
-        again = self._same_place(incident.first_step, moment.now) if action == "rollback" else []
+        again = in_vain(self.state.rollbacks, incident.first_step, moment.now) if action == "rollback" else []
         return Decision(
             action=action,
             source=source,
@@ -376,21 +288,6 @@ class Policy:
             before_step=min([incident.before_step, *(rollback.to_step for rollback in again)]),
             widen=2 ** len(again),
         )
-
-    def _same_place(self, first_step: int, now: float) -> list[Rollback]:
-        """The rollbacks of the last day that an incident at `first_step` shows to have been in vain."""
-        return [rollback for rollback in self._recent(now) if first_step <= rollback.at_step]
-
-    def _recent(self, now: float) -> list[Rollback]:
-        return [rollback for rollback in self.state.rollbacks if now - rollback.at < _DAY_SECONDS]
-
-    def _over_budget(self, first_step: int, now: float) -> str:
-        """Why another rollback is not allowed, or an empty text."""
-        if len(self._recent(now)) >= self._budget.rollbacks_per_day:
-            return f"rollbacks_per_day ({self._budget.rollbacks_per_day}) is spent"
-        if len(self._same_place(first_step, now)) >= self._budget.same_target:
-            return f"same_target ({self._budget.same_target}) is spent at step {first_step}"
-        return ""
 
     def _cooling(self, action: str, moment: Moment) -> bool:
         """Whether the last remedy of this kind has not had its time yet."""

@@ -1,0 +1,50 @@
+"""The budget: how much the guard may do before a person has to look, and what it has spent."""
+
+import msgspec
+
+_DAY_SECONDS = 86_400.0
+
+
+class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`budget:` of guard.yaml: how much the guard may do before a person has to look."""
+
+    rollbacks_per_day: int = 3
+    same_target: int = 2
+    lr_floor: float = 0.1
+    cooldown_steps: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("rollbacks_per_day", "same_target", "cooldown_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
+        if not 0.0 < self.lr_floor <= 1.0:
+            raise ValueError(f"`lr_floor` must be above 0 and at most 1, found {self.lr_floor}")
+
+
+class Rollback(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollback that was done; `first_step` is its incident's."""
+
+    at: float
+    at_step: int
+    at_steps_total: int
+    to_step: int
+    first_step: int
+
+
+def recent(rollbacks: list[Rollback], now: float) -> list[Rollback]:
+    """The rollbacks of the last day."""
+    return [rollback for rollback in rollbacks if now - rollback.at < _DAY_SECONDS]
+
+
+def in_vain(rollbacks: list[Rollback], first_step: int, now: float) -> list[Rollback]:
+    """The rollbacks of the last day that an incident at `first_step` shows to have been in vain: not got past it."""
+    return [rollback for rollback in recent(rollbacks, now) if first_step <= rollback.at_step]
+
+
+def overspent(config: BudgetConfig, rollbacks: list[Rollback], first_step: int, now: float) -> str:
+    """Why another rollback is not allowed, or an empty text."""
+    if len(recent(rollbacks, now)) >= config.rollbacks_per_day:
+        return f"rollbacks_per_day ({config.rollbacks_per_day}) is spent"
+    if len(in_vain(rollbacks, first_step, now)) >= config.same_target:
+        return f"same_target ({config.same_target}) is spent at step {first_step}"
+    return ""

@@ -1,0 +1,69 @@
+"""Decisions: what the policy is asked at a boundary, what it answers, and the options of the actions it may choose."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from exporter.commands import Command
+from trainer_plugin.incidents import Incident
+
+Mode = Literal["observe", "assist", "auto"]
+
+
+class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`actions:` of guard.yaml."""
+
+    clip_max_norm: float | None = 1.0
+    clip_factor: float = 0.5
+    clip_steps: int = 200
+    lr_factor: float = 0.5
+    lr_hold_steps: int = 200
+    lr_return_steps: int = 200
+    lr_stacking: bool = True
+    rollback_optimizer: Literal["restore", "reset", "keep"] = "restore"
+    alert_grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.clip_max_norm is not None and not self.clip_max_norm > 0.0:
+            raise ValueError(f"`clip_max_norm` must be above 0 or null, found {self.clip_max_norm}")
+        for name in ("clip_factor", "lr_factor"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"`{name}` must be between 0 and 1, found {getattr(self, name)}")
+        for name in ("clip_steps", "lr_hold_steps", "lr_return_steps", "alert_grace_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A boundary: the step just run, all steps ever run, Unix seconds, and whether the outer loop is alive."""
+
+    step: int
+    steps_total: int
+    now: float
+    loop_up: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One action to take now. A rollback goes to a state before `before_step`, its suspect window times `widen`."""
+
+    action: str
+    source: str
+    reason: str
+    incident: Incident
+    command: Command | None = None
+    before_step: int = 0
+    widen: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A command or wish that leads to no action, and why."""
+
+    action: str
+    source: str
+    outcome: str
+    detail: str
+    command: Command | None = None

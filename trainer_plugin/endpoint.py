@@ -1,0 +1,41 @@
+"""The job's metrics endpoint: page, server, and the entry by which Prometheus finds it, made and closed together."""
+
+import logging
+from pathlib import Path
+
+from exporter.page import Page
+from exporter.serving import MetricsServer, Target, local_address
+from trainer_plugin.config import Config
+from trainer_plugin.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+class Endpoint:
+    """What one process shows to Prometheus. `port` is the one really used, None if none could be had.
+
+    Raises:
+        OSError: the entry in `<runs>/targets` cannot be written.
+    """
+
+    def __init__(self, config: Config, *, layers: tuple[str, ...], info: dict[str, str]) -> None:
+        self.page = Page(run=config.run)
+        self.metrics = Metrics(self.page, config, layers=layers, info=info)
+        self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
+        self.port = self._server.port
+        self._target: Target | None = None
+        if self.port is None:
+            return
+        address = config.metrics.advertise or local_address(config.metrics.host, self.port)
+        try:
+            self._target = Target(Path(config.runs), run=config.run, rank="0", address=address)
+        except OSError:
+            self._server.close()
+            raise
+        _log.info("run %s: metrics on http://%s/metrics", config.run, address)
+
+    def close(self) -> None:
+        """Tell Prometheus that there is nothing to scrape any more, and free the port."""
+        if self._target is not None:
+            self._target.remove()
+        self._server.close()
