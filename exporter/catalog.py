@@ -29,7 +29,8 @@ class Metric:
 
     `labels` maps each label to the values that are known beforehand: those children exist from the first scrape on,
     counters at 0, so that the first increase of a run is seen by `increase()`. A label mapped to () has values that
-    only the job knows (layers, parameter groups); it creates them when it starts. `run` and `rank` are on every series.
+    only the job knows (layers, parameter groups); it creates them when it starts. So it does with a counter that is
+    there only `where_known`. `run` and `rank` are on every series.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Metric:
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     buckets: tuple[float, ...] = ()
     every_rank: bool = False
+    where_known: bool = False
 
 
 def _levels(levels: tuple[float, ...]) -> tuple[str, ...]:
@@ -60,8 +62,18 @@ CATALOG: tuple[Metric, ...] = (
         labels=(("reason", SKIP_REASONS),),
     ),
     Metric(name="train_steps_withheld", kind="gauge", help="Updates withheld in a row up to now, AMP's own left out."),
-    Metric(name="train_tokens_total", kind="counter", help="Tokens trained on, where the loop tells them."),
-    Metric(name="train_samples_total", kind="counter", help="Samples trained on, where the loop tells their ids."),
+    Metric(
+        name="train_tokens_total",
+        kind="counter",
+        help="Tokens trained on, where the loop tells them.",
+        where_known=True,
+    ),
+    Metric(
+        name="train_samples_total",
+        kind="counter",
+        help="Samples trained on, where the loop tells their ids.",
+        where_known=True,
+    ),
     # Values of the last step and their baselines.
     Metric(name="train_loss", kind="gauge", help="Loss of the last step; NaN and Inf as such."),
     Metric(name="train_grad_norm", kind="gauge", help="Total gradient norm before clipping; NaN and Inf as such."),
@@ -144,7 +156,12 @@ CATALOG: tuple[Metric, ...] = (
     Metric(name="train_lr_factor", kind="gauge", help="The guard's own factor on the learning rate."),
     Metric(name="train_clip_max_norm", kind="gauge", help="Norm to which gradients are clipped now; absent if never."),
     Metric(name="train_amp_loss_scale", kind="gauge", help="AMP loss scale of the last step; absent without a scaler."),
-    Metric(name="train_amp_overflows_total", kind="counter", help="Steps that the AMP scaler withheld."),
+    Metric(
+        name="train_amp_overflows_total",
+        kind="counter",
+        help="Steps that the AMP scaler withheld; absent without a scaler.",
+        where_known=True,
+    ),
     # Verdicts, incidents, actions.
     Metric(
         name="train_detections_total",

@@ -114,7 +114,7 @@ class Page:
             prefixes = [self._prefix(metric.name + "_bucket", {"le": bound}) for bound in bounds]
             prefixes += [self._prefix(metric.name + "_count", {}), self._prefix(metric.name + "_sum", {})]
             self._histograms[metric.name] = _Histogram(metric.buckets, prefixes)
-        elif metric.kind == "counter":
+        elif metric.kind == "counter" and not metric.where_known:
             for labels in _combinations([values for _, values in metric.labels]):
                 self.add(metric.name, 0.0, *labels)
 

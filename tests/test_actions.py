@@ -128,7 +128,7 @@ def test_note_does_nothing_and_is_done(rig):
     assert rig.weight == 40.0
 
 
-@pytest.mark.parametrize("action", ["skip_batch", "partial_rollback", "checkpoint", "stop"])
+@pytest.mark.parametrize("action", ["skip_batch", "partial_rollback", "checkpoint"])
 def test_what_this_version_cannot_is_failed_and_said(rig, action):
     """An action of a later version is answered, not ignored."""
     result = rig.apply(action)

@@ -1,7 +1,5 @@
 """Tests of the demo's command line: bad input is one line, exit code 2, and nothing half-made."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,12 +83,13 @@ def test_numbers_out_of_range_are_refused(tmp_path, capsys, arguments):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_help_shows_an_example():
+def test_the_help_shows_an_example(capsys):
     """--help has an example and the exit codes."""
-    told = subprocess.run(
-        [sys.executable, "-m", "trainer_plugin", "demo", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    with pytest.raises(SystemExit) as ended:
+        cli(["demo", "--help"])
+    told = capsys.readouterr().out
 
+    assert ended.value.code == 0
     assert "example:" in told
     assert "exit code" in told
 

@@ -24,7 +24,8 @@ TOO_LONG = {"trainer_plugin/guard.py"}
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detectors", "recovery", "monitor", "incidents", "decisions", "budget", "policy", "data", "manifest",
+    "signals", "detectors", "recovery", "monitor", "alerts", "incidents", "decisions", "budget", "policy", "data",
+    "manifest",
     # Torch, and no policy.
     "probe", "shield", "learning_rate", "faults", "tensor_files", "state", "checkpoints",
     # What sees both rows.

@@ -57,7 +57,7 @@ def page():
 @pytest.fixture
 def metrics(page):
     """A job's metrics, before the first step."""
-    return Metrics(page, read_config({}), layers=LAYERS, info=INFO)
+    return Metrics(page, read_config({}), layers=LAYERS, info=INFO, scaled=True)
 
 
 def test_before_the_first_step_the_known_is_there(metrics, page):

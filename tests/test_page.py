@@ -121,7 +121,7 @@ def test_counters_with_known_labels_are_born_at_0(page):
     """Before the first step every counter is there at 0, in every combination of known label values (case R09)."""
     found = samples(page)
     for metric in CATALOG:
-        if metric.kind != "counter":
+        if metric.kind != "counter" or metric.where_known:
             continue
         series = [key for key in found if key[0] == metric.name]
         assert len(series) == math.prod(len(values) for _, values in metric.labels), metric.name

@@ -37,6 +37,7 @@ def kill(job: subprocess.Popen) -> None:
     job.stdout.close()
 
 
+@pytest.mark.live
 @pytest.mark.timeout(60)
 def test_30_and_kill_and_resume_to_60_equals_60_straight(tmp_path):
     """A job killed after step 35 goes on from step 30 in a new process and ends bit-identical; nobody else gets in.

@@ -300,3 +300,25 @@ def test_what_is_not_plain_is_refused_in_one_line(odd, told):
         encode_plain({"scheduler": {"deep": [1, odd]}})
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Forgetful(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler that takes up nothing of what it is given."""
+
+    def load_state_dict(self, state_dict):
+        """Stay where it is."""
+
+
+def test_c07_a_schedule_that_disagrees_after_a_restore_is_an_error():
+    """Schedule and optimizer agreed when they were saved; a restore after which they do not is refused."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = Forgetful(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    state = TrainingState(model=model, optimizers=[optimizer], scheduler=scheduler)
+    early = state.capture({})
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+
+    with pytest.raises(ValueError, match=r"optimizer \[0\.1\], schedule \[0\.6\], saved \[0\.1\]"):
+        state.restore(early)

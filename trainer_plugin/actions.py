@@ -71,6 +71,8 @@ class Actions:
             return self._lower_lr(moment)
         if decision.action == "rollback":
             return self._rollback(decision, moment)
+        if decision.action == "stop":
+            return Result(outcome="done", detail=decision.reason, stop=True)
         if decision.action == "note":
             return Result(outcome="done", detail=decision.reason)
         return Result(outcome="failed", detail=f"this version cannot {decision.action}")

@@ -138,8 +138,8 @@ class Checkpoints:
         return True
 
     def newest_step(self, tier: str) -> int:
-        """Step of the newest whole checkpoint of the live branch in a tier; -1 if there is none."""
-        return max((m.step for m in list(self._whole[tier].values()) if self.lineage.live(m)), default=-1)
+        """Step of the newest whole and finite checkpoint of the live branch in a tier; -1 if there is none."""
+        return max((m.step for m in list(self._whole[tier].values()) if m.finite and self.lineage.live(m)), default=-1)
 
     def targets(self, before_step: int, *, proven_only: bool = True) -> list[Manifest]:
         """What could be gone back to, best first: live, finite and proven, at a step below `before_step`.

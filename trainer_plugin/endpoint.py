@@ -18,9 +18,9 @@ class Endpoint:
         OSError: the entry in `<runs>/targets` cannot be written.
     """
 
-    def __init__(self, config: Config, *, layers: tuple[str, ...], info: dict[str, str]) -> None:
+    def __init__(self, config: Config, *, layers: tuple[str, ...], scaled: bool, info: dict[str, str]) -> None:
         self.page = Page(run=config.run)
-        self.metrics = Metrics(self.page, config, layers=layers, info=info)
+        self.metrics = Metrics(self.page, config, layers=layers, info=info, scaled=scaled)
         self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
         self.port = self._server.port
         self._target: Target | None = None

@@ -36,6 +36,7 @@ from trainer_plugin.step_reader import StepReader
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
+_WRITER_SECONDS = 60.0
 # The guards of this process by run folder: a second one takes the first one's place.
 _guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
 
@@ -142,7 +143,7 @@ class Guard:
         undo.callback(self._reader.remove)
         self._history.resume(resume, self._policy.open_incident, config.run)
         self._learning_rate.advance(self._history.steps_total)
-        self._endpoint = Endpoint(config, layers=self._probe.layers, info=self._info())
+        self._endpoint = Endpoint(config, layers=self._probe.layers, scaled=scaler is not None, info=self._info())
         undo.callback(self._endpoint.close)
         self.page = self._endpoint.page
         self._loop = ControlLoop(self._folder, on_error=self._hold_back)
@@ -205,7 +206,7 @@ class Guard:
         if self._closed:
             return
         self._closed = True
-        self._checkpoints.wait()
+        self._checkpoints.wait(_WRITER_SECONDS)
         self._reader.remove()
         self._learning_rate.remove()
         self._endpoint.close()
@@ -287,7 +288,7 @@ class Guard:
         if result.loaded is not None:
             self._loop.flush(_FLUSH_SECONDS)  # On disk before the next step: a crash must not repeat it.
         if result.stop:
-            _log.critical("step %d: no checkpoint could be loaded whole: stopping", moment.step)
+            _log.critical("step %d: stopping: %s", moment.step, remedy.detail)
             self.stopping = True
         return result.loaded is not None
 

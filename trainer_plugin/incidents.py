@@ -56,6 +56,12 @@ class Incident(msgspec.Struct, kw_only=True):
         self.signs.setdefault(sign, verdict.first_step)
         self.class_ = classify(self.signs, self.grad_norm_ratio)
 
+    def lasts(self) -> None:
+        """The loss has stayed away: whatever one batch can do, it is not that."""
+        if self.class_ == "bad_sample":
+            self.grad_norm_ratio = None
+            self.class_ = classify(self.signs, None)
+
     @property
     def before_step(self) -> int:
         """A state to go back to must lie before this step: a loss shows the update of the step before it."""

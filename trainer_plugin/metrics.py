@@ -48,11 +48,15 @@ class Standing:
 class Metrics:
     """The job's page, filled. Every series that can be known beforehand exists before the first step."""
 
-    def __init__(self, page: Page, config: Config, *, layers: tuple[str, ...], info: dict[str, str]) -> None:
+    def __init__(
+        self, page: Page, config: Config, *, layers: tuple[str, ...], info: dict[str, str], scaled: bool = False
+    ) -> None:
         self.page = page
         self._recent = {"loss": _RecentMax(), "grad_norm": _RecentMax()}
         for layer in layers:
             page.add("train_layer_nonfinite_total", 0.0, layer)
+        if scaled:
+            page.add("train_amp_overflows_total", 0.0)
         for name, value in _thresholds(config).items():
             page.set("train_threshold", value, name)
         page.set("train_info", 1.0, *info.values())
@@ -61,6 +65,8 @@ class Metrics:
         """Put one step on the page. The caller holds `page.update()` around this and `stand`."""
         page = self.page
         self._show_signals(signals, now)
+        if signals.sample_ids:
+            page.add("train_samples_total", len(signals.sample_ids))
         for name in _READING_GAUGES:
             value: float = getattr(readings, name)
             if math.isfinite(value):
@@ -102,7 +108,6 @@ class Metrics:
             page.add("train_amp_overflows_total")
         if signals.withheld is not None:
             page.add("train_steps_skipped_total", 1.0, signals.withheld)
-        page.add("train_samples_total", len(signals.sample_ids))
         page.observe("train_step_seconds", signals.step_seconds)
         page.observe("train_data_wait_seconds", signals.data_wait_seconds)
 

@@ -7,7 +7,7 @@
 | loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
 | loss unrecovered for `sustained_steps`     | rollback                          | the alert, else the job (grace)   |
 | `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
-| weights not finite                         | rollback                          | the job, at once                  |
+| weights not finite                         | rollback; stop if there is no way | the job, at once                  |
 
 "The job" means mode `auto`: in `observe` it says what it would have done, in `assist` it obeys commands only.
 """
@@ -15,6 +15,7 @@
 import msgspec
 
 from exporter.commands import Command
+from trainer_plugin.alerts import still_so
 from trainer_plugin.budget import BudgetConfig, Rollback, in_vain, overspent
 from trainer_plugin.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
 from trainer_plugin.detectors import Verdict
@@ -27,6 +28,7 @@ HEALED_STEPS = 20
 # Updates withheld in a row after which waiting for a better batch is no remedy.
 NO_UPDATES_STEPS = 10
 MAX_FAILURES = 3
+_SURGE = "surge clipped in the same step"
 KEPT_INCIDENTS = 50
 
 
@@ -81,10 +83,12 @@ class Policy:
             return changed
         for verdict in acting:
             incident.add(verdict, readings.grad_norm_ema_ratio)
-        if signals.surge:
+        if readings.loss_unrecovered_steps >= HEALED_STEPS:
+            incident.lasts()
+        if signals.surge and not any(remedy.detail.startswith(_SURGE) for remedy in incident.remedies):
             remedy = Remedy(
                 action="clip", step=signals.step, steps_total=steps_total, source="local", outcome="done",
-                detail=f"surge clipped in the same step, x {signals.clip_coefficient:.3g}",
+                detail=f"{_SURGE}, x {signals.clip_coefficient:.3g}",
             )  # fmt: skip
             incident.remedies.append(remedy)
         good = not acting and readings.loss_unrecovered_steps == 0 and signals.withheld in (None, "amp_overflow")
@@ -174,7 +178,10 @@ class Policy:
             refused = overspent(self._budget, self.state.rollbacks, first_step, moment.now)
             if refused:
                 return refuse("refused_budget", refused)
-        if incident is None:
+        if incident is None and command.action == "note":
+            # Evidence for an incident to come is none itself: it must hold no checkpoint back.
+            incident = Incident(id=0, first_step=moment.step, detected_step=moment.step, last_step=moment.step)
+        elif incident is None:
             incident = self._open(command.step or moment.step, moment.step)
             incident.evidence.append(
                 f"step {moment.step}: {command.alert or command.source} asked for {command.action}"
@@ -198,26 +205,11 @@ class Policy:
             return "duplicate", f"about what the rollback to step {last.to_step} has undone"
         elif command.step is not None and command.step > moment.step:
             return "stale", f"speaks of step {command.step}, the run is at {moment.step}"
-        if not self._still_so(command.alert):
+        if self._readings is not None and not still_so(
+            command.alert, self._readings, weights_finite=self._weights_finite
+        ):
             return "stale", "no longer so: the job's own reading is back to normal"
         return None
-
-    def _still_so(self, alert: str | None) -> bool:
-        """Hold an alert about what the job measures itself against the job's present reading."""
-        readings = self._readings
-        if readings is None:
-            return True
-        match alert:
-            case "TrainLossNotRecovering":
-                return readings.loss_unrecovered_steps > 0
-            case "TrainLossSpikeSustained":
-                return max(readings.loss_high_steps.values()) > 0
-            case "TrainNoUpdates":
-                return readings.withheld_steps > 0
-            case "TrainWeightsNonFinite":
-                return not self._weights_finite
-            case _:
-                return True  # A rule of the user's own, about what only Prometheus sees.
 
     def _wish(self, moment: Moment) -> Decision | Refusal | None:
         """What the job would do by itself, in the order of the table above."""
@@ -225,7 +217,9 @@ class Policy:
         if incident is None or readings is None:
             return None
         if not self._weights_finite:
-            return self._local("rollback", "weights are not finite", incident, moment)
+            wish = self._local("rollback", "weights are not finite", incident, moment)
+            # R9: nothing is left to train on, and no way back.
+            return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
         if self._surged and not incident.tried("lower_lr"):
             return self._local("lower_lr", "gradient surge", incident, moment)
         slow = None

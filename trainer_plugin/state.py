@@ -139,9 +139,22 @@ class TrainingState:
             self._scaler.load_state_dict(plain["scaler"])
         if self._data is not None and plain["data"] is not None:
             self._data.load_state_dict(plain["data"])
+        self._check_rates(snapshot.plain)
         _set_rng_state(plain["rng"])
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def _check_rates(self, plain: dict[str, Any]) -> None:
+        """Where schedule and optimizer agreed on the rates when they were saved, they agree on the same ones now."""
+        schedule = plain["scheduler"]
+        scheduled = schedule.get("_last_lr") if isinstance(schedule, dict) else None
+        saved = [float(group["lr"]) for entry in plain["optimizers"] for group in entry["groups"]]
+        if not scheduled or [float(rate) for rate in scheduled] != saved:
+            return
+        now = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        told = [float(rate) for rate in self._scheduler.get_last_lr()]
+        if not now == told == saved:
+            raise ValueError(f"learning rates after the restore: optimizer {now}, schedule {told}, saved {saved}")
 
     def _restore_optimizer(
         self, number: int, entry: dict[str, Any], tensors: dict[str, Tensor], moments: Moments
