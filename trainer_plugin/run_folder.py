@@ -108,7 +108,7 @@ class JobFolder:
         except OSError as error:
             raise type(error)(f"run folder {self.path} cannot be written: {error.strerror}") from error
         try:
-            for draft in self.path.glob(".*.json.*"):  # Of a job that was killed while it wrote.
+            for draft in self.path.glob(".state.json.*"):  # Of a job that was killed while it wrote.
                 draft.unlink(missing_ok=True)
             self.inbox.create()
             self.state = self._load_state()
