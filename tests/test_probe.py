@@ -54,6 +54,36 @@ def test_norms_equal_a_float64_reference(seed):
         assert norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
 
 
+def test_large_tensors_are_as_exact():
+    """A tensor of a million elements, summed by rows, is nearer to float64 than torch's own pass has to be."""
+    model = give_gradients(nn.Linear(1024, 1024, bias=False))
+    exact = model.weight.grad.double().norm().item()
+    assert Probe(model).measure(torch.tensor(1.0), Limits())[0].read().grad_norm == pytest.approx(exact, rel=2e-6)
+
+
+def test_bitwise_norms_are_torchs_for_large_tensors_too():
+    """In `observe` the clip of a large model is that of the loop without a guard, to the last bit."""
+    ours = give_gradients(nn.Linear(1024, 1024))
+    torchs = copy.deepcopy(ours)
+    for mine, other in zip(ours.parameters(), torchs.parameters(), strict=True):
+        other.grad = mine.grad.clone()
+    nn.utils.clip_grad_norm_(torchs.parameters(), 1.0)
+    Probe(ours, bitwise=True).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), torchs.parameters(), strict=True))
+
+
+def test_p02_a_norm_beyond_float32s_squares_is_huge_not_infinite():
+    """100 elements of 1e20 have a norm of 1e21, are no NaN or Inf, and clipped to 1 each is 0.1 (case P02)."""
+    model = nn.Linear(100, 1, bias=False)
+    model.weight.grad = torch.full((1, 100), 1e20)
+    row, bad = Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+    values = row.read()
+    assert values.grad_norm == pytest.approx(1e21, rel=1e-6)
+    assert values.layer_grad_norms == {"weight": pytest.approx(1e21, rel=1e-6)}
+    assert bad.item() == 0.0
+    assert model.weight.grad.tolist() == [pytest.approx([0.1] * 100)]
+
+
 def test_a_half_precision_norm_does_not_overflow():
     """Four fp16 elements of 60000 have a norm of 120000, and clipped to 1 each is 0.5 (the fp16 half of P02)."""
     model = two_parameters([6e4, 6e4], [6e4, 6e4], torch.float16)

@@ -90,7 +90,7 @@ class Guard:
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
 
         # What is wrong with the training loop is told before anything is made.
-        self._probe = Probe(model)
+        self._probe = Probe(model, bitwise=config.mode == "observe")
         self._data = Data(data) if data is not None else None
         self._state = TrainingState(
             model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=self._data
