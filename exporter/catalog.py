@@ -244,6 +244,7 @@ CATALOG: tuple[Metric, ...] = (
             ("world_size", ()),
             ("mode", ()),
             ("data_rewind", ()),
+            ("loss_mean", ()),
             ("shield", ()),
         ),
         every_rank=True,

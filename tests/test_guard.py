@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from training import adamw_job, equal, kick, settings, spoil_gradient, spoil_weights, tiny_model, wait_for
 
+from exporter.catalog import CATALOG
 from exporter.commands import Command
 from trainer_plugin.guard import Guard
+
+INFO_LABELS = next(metric.labels for metric in CATALOG if metric.name == "train_info")
 
 
 def actions(job, action: str, outcome: str = "done", source: str = "local") -> float:
@@ -311,3 +314,25 @@ def test_a_list_of_two_optimizers_is_one_run(tmp_path):
     assert guard._learning_rate.effective() == (0.005, 0.005)
     assert not equal(good[1], moments())
     guard.close()
+
+
+def test_p12_accumulation_trains_and_shows_the_mean_that_was_asked_for(make_guard):
+    """Micro-batches of 2.0 are a step of 2.0; told their tokens, the loss is by token, and train_info says so."""
+    job = make_guard()
+    guard, page = job.guard, job.guard.page
+    facts = {label: place for place, (label, _) in enumerate(INFO_LABELS)}
+
+    def step(*micro_batches):
+        for loss, tokens in micro_batches:
+            guard.micro_step(torch.tensor(loss), tokens=tokens, sample_ids=["id"])
+        guard.before_optimizer()
+        job.optimizer.step()
+        guard.end_step()
+        (info,) = page._values["train_info"]
+        return page.value("train_loss"), info[facts["loss_mean"]]
+
+    assert step(*[(2.0, None)] * 4) == (2.0, "micro_batch")
+    assert step((4.0, 100), (2.0, 300)) == (2.5, "token")
+    assert page.value("train_tokens_total") == 400
+    assert page.value("train_samples_total") == 6
+    assert page.value("train_guard_errors_total") == 0

@@ -152,7 +152,14 @@ def test_a_spike_sustained_for_200_steps_becomes_a_command(tmp_path):
     config = read_config({"detection": {"warmup_steps": 50}})
     monitor = Monitor(DetectionConfig(warmup_steps=50))
     with a_run(tmp_path) as (folder, page, stack):
-        metrics = Metrics(page, config, layers=(), info={"a": "", "b": "", "c": "", "d": "", "e": "", "f": ""})
+        metrics = Metrics(
+            page,
+            config,
+            layers=(),
+            info=dict.fromkeys(
+                ["framework", "torch", "world_size", "mode", "data_rewind", "loss_mean", "shield"], "none"
+            ),
+        )
         step = 0
 
         def run_steps(count, loss):

@@ -17,7 +17,8 @@ from trainer_plugin.monitor import Monitor, Readings
 
 LAYERS = ("h.0", "h.1")
 INFO = {
-    "framework": "torch", "torch": "2.13.0", "world_size": "1", "mode": "auto", "data_rewind": "exact", "shield": "hook"
+    "framework": "torch", "torch": "2.13.0", "world_size": "1", "mode": "auto", "data_rewind": "exact",
+    "loss_mean": "none", "shield": "hook",
 }  # fmt: skip
 UNKNOWN = Monitor(read_config({}).detection).update(signals(0, math.nan, grad_norm=None))[0]
 STANDING = Standing(

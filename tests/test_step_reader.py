@@ -160,7 +160,7 @@ def test_the_flag_of_an_earlier_step_does_not_decide_a_later_one():
     reading = Reading()
     reading.step(gradient=math.nan)
     before = reading.model.weight.detach().clone()
-    with pytest.raises(AttributeError):
+    with pytest.raises(ValueError, match="needs a loss"):
         reading.reader.take(None, step=2, limits=Limits(), sample_ids=())
     reading.model.weight.grad.fill_(1.0)
     reading.optimizer.step()

@@ -174,7 +174,18 @@ class Guard:
             self.page.add("train_steps_skipped_total", left_out, "quarantined")
         return batch
 
-    def before_optimizer(self, loss: Tensor, *, sample_ids: Sequence[str] = ()) -> None:
+    def micro_step(self, loss: Tensor, *, tokens: int | None = None, sample_ids: Sequence[str] = ()) -> None:
+        """Hear of one micro-batch of a step with gradient accumulation; then call `before_optimizer()` without a loss.
+
+        `loss` is the micro-batch's own mean, not divided by their number. With `tokens` the step's loss is the mean
+        over tokens, without it the mean over micro-batches.
+        """
+        try:
+            self._reader.accumulation.add(loss, tokens=tokens, sample_ids=sample_ids)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            self._hold_back(error)
+
+    def before_optimizer(self, loss: Tensor | None = None, *, sample_ids: Sequence[str] = ()) -> None:
         """Measure, clip and shield the gradients; in the place of `clip_grad_norm_`, and waiting for nothing.
 
         `loss` is the step's own, not multiplied by AMP's scale. Gradients may have been unscaled already, or not.
@@ -321,6 +332,7 @@ class Guard:
             "world_size": "1",
             "mode": self.config.mode,
             "data_rewind": "none" if self._data is None else "exact" if self._data.rewindable else "forward",
+            "loss_mean": "none",
             "shield": self._reader.shield_kind,
         }
 

@@ -59,14 +59,14 @@ class Metrics:
             page.add("train_amp_overflows_total", 0.0)
         for name, value in _thresholds(config).items():
             page.set("train_threshold", value, name)
+        self._info = info
         page.set("train_info", 1.0, *info.values())
 
     def show(self, signals: Signals, readings: Readings, verdicts: list[Verdict], now: float) -> None:
         """Put one step on the page. The caller holds `page.update()` around this and `stand`."""
         page = self.page
         self._show_signals(signals, now)
-        if signals.sample_ids:
-            page.add("train_samples_total", len(signals.sample_ids))
+        self._show_data(signals)
         for name in _READING_GAUGES:
             value: float = getattr(readings, name)
             if math.isfinite(value):
@@ -110,6 +110,18 @@ class Metrics:
             page.add("train_steps_skipped_total", 1.0, signals.withheld)
         page.observe("train_step_seconds", signals.step_seconds)
         page.observe("train_data_wait_seconds", signals.data_wait_seconds)
+
+    def _show_data(self, signals: Signals) -> None:
+        """What the loop tells of its data; absent where it tells nothing."""
+        page = self.page
+        if signals.sample_ids:
+            page.add("train_samples_total", len(signals.sample_ids))
+        if signals.tokens is not None:
+            page.add("train_tokens_total", signals.tokens)
+        if signals.loss_mean != self._info["loss_mean"]:
+            page.clear("train_info", *self._info.values())
+            self._info = {**self._info, "loss_mean": signals.loss_mean}
+            page.set("train_info", 1.0, *self._info.values())
 
     def stand(self, step: int, standing: Standing) -> None:
         """Put the state of the run on the page."""

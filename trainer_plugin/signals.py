@@ -10,6 +10,7 @@ class Signals:
     `grad_norm` and `layer_grad_norms` are taken before clipping and after AMP's unscaling; they are None and empty
     when no gradient was there to measure (never 0). A non-finite value is kept as it was. `clip_coefficient` is what
     every gradient was multiplied with. `withheld` says why the optimizer did not apply this step, if it did not.
+    `loss_mean` is how the loss was made of micro-batches: `none`, `micro_batch` or `token`.
     """
 
     step: int
@@ -25,3 +26,5 @@ class Signals:
     data_wait_seconds: float
     data_position: int | None
     sample_ids: tuple[str, ...] = ()
+    tokens: int | None = None
+    loss_mean: str = "none"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_plugin.accumulation import Accumulation
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.probe import Limits, Probe, Row
 from trainer_plugin.shield import Shield, is_fused
@@ -24,6 +25,8 @@ class _Taken:
     row: Row
     limits: Limits
     sample_ids: tuple[str, ...]
+    tokens: int | None
+    loss_mean: str
 
 
 class StepReader:
@@ -44,6 +47,7 @@ class StepReader:
         self._scaler = scaler
         self._shield = Shield(optimizers)
         self._shielded = shielded
+        self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
         self.nonfinite_parameters: list[str] = []
         # On an accelerator the values of a step are read at the next boundary, when they have long arrived.
@@ -56,16 +60,36 @@ class StepReader:
             return "off"
         return "found_inf" if all(is_fused(optimizer) for optimizer in self._optimizers) else "hook"
 
-    def take(self, loss: Tensor, *, step: int, limits: Limits, sample_ids: Sequence[str]) -> None:
-        """Unscale, measure, clip and shield step number `step`. No host read."""
+    def take(self, loss: Tensor | None, *, step: int, limits: Limits, sample_ids: Sequence[str]) -> None:
+        """Unscale, measure, clip and shield step number `step`. No host read.
+
+        `loss` is the step's own, or None where it comes from the micro-batches.
+
+        Raises:
+            ValueError: neither a loss nor a micro-batch was given.
+        """
         self._shield.arm(None)  # Should the measuring fail, the flag of an earlier step must not decide this one.
+        accumulated, tokens = self.accumulation.finish(), None
+        if accumulated is not None:
+            mean, tokens, ids = accumulated
+            loss, sample_ids = mean if loss is None else loss, [*ids, *sample_ids]
+        if loss is None:
+            raise ValueError("before_optimizer needs a loss, or a micro_step before it")
         scale = None
         if self._scaler is not None:
             self._unscale()
             scale = self._scaler.scale(torch.ones((), device=loss.device))
         row, bad = self._probe.measure(loss, limits, scale=scale)
         self._shield.arm(bad if self._shielded else None)
-        self._taken.append(_Taken(step=step, row=row, limits=limits, sample_ids=tuple(sample_ids)))
+        taken = _Taken(
+            step=step,
+            row=row,
+            limits=limits,
+            sample_ids=tuple(sample_ids),
+            tokens=tokens,
+            loss_mean=self.accumulation.mean,
+        )
+        self._taken.append(taken)
 
     def arrived(self, *, step_seconds: float, data_wait_seconds: float, data_position: int | None) -> Iterator[Signals]:
         """The signals of the steps whose values are due; `nonfinite_parameters` goes with the one yielded last."""
@@ -94,11 +118,14 @@ class StepReader:
                 data_wait_seconds=data_wait_seconds,
                 data_position=data_position,
                 sample_ids=taken.sample_ids,
+                tokens=taken.tokens,
+                loss_mean=taken.loss_mean,
             )
 
     def forget(self) -> None:
         """Drop what is on its way: the run has gone back."""
         self._taken.clear()
+        self.accumulation.clear()
 
     def remove(self) -> None:
         """Take the shield off the optimizers."""
