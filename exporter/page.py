@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from exporter.catalog import CATALOG, Metric
+from exporter.forks import let_go_in_children
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -50,8 +51,13 @@ class Page:
         self._histograms: dict[str, _Histogram] = {}
         # Held over one step's values and over a rendering: a page shows one step, not a mix of two.
         self._lock = threading.RLock()
+        let_go_in_children(self)
         for metric in self._metrics.values():
             self._create(metric)
+
+    def let_go(self) -> None:
+        """In a forked child: a lock that another thread held at the fork would never be free again."""
+        self._lock = threading.RLock()
 
     @contextmanager
     def update(self) -> Iterator[None]:

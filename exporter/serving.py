@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from exporter.forks import let_go_in_children
 from exporter.page import Page
 from exporter.runs import write_atomically
 
@@ -39,9 +40,15 @@ class MetricsServer:
         self._server = _bind(_handler(page.render), host, port)
         self.port: int | None = None
         if self._server is not None:
+            let_go_in_children(self)
             self.port = int(self._server.server_address[1])
             thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
             thread.start()
+
+    def let_go(self) -> None:
+        """In a forked child: it has no thread to answer with, and must not keep the port."""
+        if self._server is not None:
+            self._server.socket.close()
 
     def close(self) -> None:
         """Stop serving and free the port."""

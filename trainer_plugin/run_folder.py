@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from exporter.forks import let_go_in_children
 from exporter.runs import RunFolder, write_atomically
 from trainer_plugin.checkpoints import Lineage
 from trainer_plugin.data import Quarantine
@@ -56,6 +57,7 @@ class RunLock:
         except BaseException:
             os.close(self._descriptor)
             raise
+        let_go_in_children(self)
 
     def _acquire(self) -> None:
         holder = self._holder()
@@ -68,6 +70,12 @@ class RunLock:
         if holder is not None and elsewhere and time.time() - holder.heartbeat < _STALE_LOCK_SECONDS:
             raise RunInUseError(f"run folder {self._path.parent} is in use by process {holder.pid} on {holder.host}")
         self.beat()
+
+    def let_go(self) -> None:
+        """In a forked child: a worker that outlives its killed parent must not keep the folder locked."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def beat(self) -> None:
         """Show that this job is alive."""
