@@ -27,7 +27,7 @@ ORDER = (
     "signals", "detectors", "recovery", "monitor", "alerts", "incidents", "decisions", "budget", "policy", "data",
     "manifest",
     # Torch, and no policy.
-    "probe", "accumulation", "shield", "learning_rate", "faults", "tensor_files", "state", "checkpoints",
+    "probe", "accumulation", "shield", "learning_rate", "schedule", "faults", "tensor_files", "state", "checkpoints",
     # What sees both rows.
     "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder", "control_loop", "journal",
     "guard", "__init__",

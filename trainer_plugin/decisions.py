@@ -21,6 +21,7 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lr_hold_steps: int = 200
     lr_return_steps: int = 200
     lr_stacking: bool = True
+    schedule_follows: Literal["applied_steps", "iterations"] = "applied_steps"
     rollback_optimizer: Literal["restore", "reset", "keep"] = "restore"
     alert_grace_seconds: float = 30.0
 

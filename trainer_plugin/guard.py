@@ -30,6 +30,7 @@ from trainer_plugin.monitor import Monitor
 from trainer_plugin.policy import Policy
 from trainer_plugin.probe import Limits, Probe
 from trainer_plugin.run_folder import JobFolder, RunState
+from trainer_plugin.schedule import Schedule
 from trainer_plugin.signals import Signals
 from trainer_plugin.state import TrainingState, encode_plain
 from trainer_plugin.step_reader import StepReader
@@ -100,13 +101,20 @@ class Guard:
         self._folder = _take_folder(config)
         with ExitStack() as undo:
             undo.callback(self._folder.lock.release)
-            self._open(optimizers, scaler, resume, undo)
+            self._open(optimizers, scheduler, scaler, resume, undo)
             undo.pop_all()
         self._data_wait_seconds = 0.0
         self._step_began = time.perf_counter()
         _guards[self._folder.path.absolute()] = self
 
-    def _open(self, optimizers: list[Optimizer], scaler: Any, resume: Resume, undo: ExitStack) -> None:  # noqa: ANN401
+    def _open(
+        self,
+        optimizers: list[Optimizer],
+        scheduler: Any,  # noqa: ANN401
+        scaler: Any,  # noqa: ANN401
+        resume: Resume,
+        undo: ExitStack,
+    ) -> None:
         """Everything of the start-up that needs the run's folder; `undo` hears how to take it back."""
         config, run_state = self.config, self._folder.state
         self._checkpoints = Checkpoints(
@@ -141,6 +149,8 @@ class Guard:
             self._probe, optimizers, self._learning_rate, scaler=scaler, shielded=config.mode == "auto"
         )
         undo.callback(self._reader.remove)
+        follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
+        self._schedule = Schedule(scheduler if follows else None, optimizers)
         self._history.resume(resume, self._policy.open_incident, config.run)
         self._learning_rate.advance(self._history.steps_total)
         self._endpoint = Endpoint(config, layers=self._probe.layers, scaled=scaler is not None, info=self._info())
@@ -191,6 +201,7 @@ class Guard:
         `loss` is the step's own, not multiplied by AMP's scale. Gradients may have been unscaled already, or not.
         """
         try:
+            self._schedule.mark()
             self._reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self._hold_back(error)
@@ -237,6 +248,8 @@ class Guard:
             data_wait_seconds=self._data_wait_seconds,
             data_position=self._data.position - 1 if self._data is not None else None,
         ):
+            if signals.withheld is not None:
+                self._schedule.take_back()
             readings, verdicts = self._monitor.update(signals)
             weights_finite = True
             if any(verdict.detector == "nonfinite" for verdict in verdicts):

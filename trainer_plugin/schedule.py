@@ -1,0 +1,41 @@
+"""The schedule follows applied steps: where an update was withheld, the scheduler's step after it is taken back.
+
+The loop steps its scheduler as ever, between `before_optimizer` and `end_step`. Where values are read at once (CPU)
+the schedule is exact; on an accelerator the one step after a withheld one still runs a notch ahead.
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Schedule:
+    """Any scheduler with `state_dict` and `load_state_dict`; None does nothing."""
+
+    def __init__(self, scheduler: Any, optimizers: list[Optimizer]) -> None:  # noqa: ANN401
+        self._scheduler = scheduler
+        self._optimizers = optimizers
+        self._state: Any = None
+        self._rates: list[float] = []
+
+    def mark(self) -> None:
+        """Remember where the schedule stands before the loop steps it."""
+        if self._scheduler is not None:
+            self._state = copy.deepcopy(self._scheduler.state_dict())
+            self._rates = [float(group["lr"]) for group in self._groups()]
+
+    def take_back(self) -> None:
+        """Put it where it stood at the last mark."""
+        if self._scheduler is None or self._state is None:
+            return
+        self._scheduler.load_state_dict(copy.deepcopy(self._state))
+        for group, rate in zip(self._groups(), self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
