@@ -7,7 +7,7 @@ import torch
 from training import Batches, equal, tiny_model
 
 from trainer_plugin.actions import Actions, ClipLimit
-from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig, Lineage
+from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig
 from trainer_plugin.data import Data
 from trainer_plugin.decisions import ActionsConfig, Decision, Moment
 from trainer_plugin.incidents import Incident
@@ -58,7 +58,7 @@ class Rig:
             model=self.model, optimizers=[self.optimizer], scheduler=self.scheduler, data=self.data
         )
         config = CheckpointsConfig(local=str(folder / "local"), shared=str(folder / "shared"), keep_local=5)
-        self.checkpoints = Checkpoints(config, "tiny", lineage=Lineage(), on_failure=lambda _: None)
+        self.checkpoints = Checkpoints(config, "tiny", on_failure=lambda _: None)
         self.checkpoints.open()
         self.checkpoints.proven_step = 35
         self.clip = ClipLimit(ActionsConfig(**options))

@@ -25,7 +25,8 @@ def make(tmp_path, failures):
     def make(lineage=None, proven=10**9, **options) -> Checkpoints:
         options = {"keep_local": 3, "keep_shared": 3, **options}
         config = CheckpointsConfig(local=str(tmp_path / "local"), shared=str(tmp_path / "shared"), **options)
-        checkpoints = Checkpoints(config, "tiny", lineage=lineage or Lineage(), on_failure=failures.append)
+        checkpoints = Checkpoints(config, "tiny", on_failure=failures.append)
+        checkpoints.lineage = lineage or Lineage()
         checkpoints.open()
         checkpoints.proven_step = proven
         return checkpoints

@@ -125,3 +125,24 @@ def test_without_data_there_are_no_batches(tmp_path):
     with pytest.raises(ValueError, match="next_batch needs `data`"):
         guard.next_batch()
     guard.close()
+
+
+def test_a_lost_run_folder_is_made_good_from_the_newest_checkpoint(make_guard, tmp_path):
+    """With state.json and quarantine gone, the checkpoints' copy keeps branches, incidents, budget and quarantine."""
+    job = make_guard()
+    job.run(30)
+    kick(job)
+    job.run(60)
+    (rollback,) = job.guard._policy.state.rollbacks
+    quarantine, began_at = list(job.guard._data.quarantine), list(job.guard._checkpoints.lineage.began_at)
+    assert quarantine
+    job.guard.close()
+    shutil.rmtree(tmp_path / "runs" / "tiny")
+
+    again = make_guard()
+
+    assert again.guard.step == 60
+    assert again.guard._policy.state.rollbacks == [rollback]
+    assert again.guard._data.quarantine == quarantine
+    assert again.guard._checkpoints.lineage.began_at == [*began_at, 60]
+    assert len((tmp_path / "runs/tiny/quarantine.jsonl").read_text().splitlines()) == len(quarantine)

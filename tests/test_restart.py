@@ -12,7 +12,7 @@ import torch
 from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
 
 from trainer_plugin import manifest
-from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig, Lineage
+from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig
 from trainer_plugin.guard import Guard
 from trainer_plugin.run_folder import RunInUseError
 
@@ -104,7 +104,7 @@ def test_c07_the_restored_rate_is_the_schedulers(make_guard):
 def open_checkpoints(folder: Path) -> Checkpoints:
     """The checkpoints of a run, as its next job finds them, everything in them proven."""
     config = CheckpointsConfig(local=str(folder / "local"), shared=str(folder / "shared"))
-    checkpoints = Checkpoints(config, "tiny", lineage=Lineage(), on_failure=lambda _: None)
+    checkpoints = Checkpoints(config, "tiny", on_failure=lambda _: None)
     checkpoints.open()
     checkpoints.proven_step = 1 << 62
     return checkpoints

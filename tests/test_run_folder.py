@@ -41,7 +41,7 @@ def holder(path, *, host: str, age_seconds: float) -> None:
 def test_a_new_folder_is_empty_and_closed_to_others(open_folder):
     """A first job finds nothing, and nobody else may look in."""
     folder = open_folder()
-    assert folder.state == RunState()
+    assert folder.state is None
     assert folder.quarantine == []
     assert folder.inbox.exists()
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700

@@ -35,7 +35,7 @@ class Loop:
         losses = []
         for _ in range(steps):
             batch, _ = self.data.next_batch(0)
-            loss = self.model(batch * random.choice((1, 2)) * float(np.random.rand())).square().mean()  # noqa: NPY002, S311
+            loss = self.model(batch * random.choice((1, 2)) * float(np.random.rand())).square().mean()  # noqa: NPY002
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -172,7 +172,7 @@ def test_c14_random_numbers_come_again_through_a_safe_file():
     """Python, numpy and torch draw the same numbers again from bytes that load without running code."""
 
     def draw():
-        return random.random(), np.random.rand(3).tolist(), np.random.normal(), torch.rand(3).tolist()  # noqa: NPY002, S311
+        return random.random(), np.random.rand(3).tolist(), np.random.normal(), torch.rand(3).tolist()  # noqa: NPY002
 
     loop = Loop()
     draw()

@@ -85,14 +85,12 @@ class Checkpoints:
     beyond `proven_step`.
     """
 
-    def __init__(
-        self, config: CheckpointsConfig, run: str, *, lineage: Lineage, on_failure: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: CheckpointsConfig, run: str, *, on_failure: Callable[[str], None]) -> None:
         self._run = run
         self._folders = {"local": Path(config.local) / run, "shared": Path(config.shared) / run}
         self._keep = {"local": config.keep_local, "shared": config.keep_shared}
         self._on_failure = on_failure
-        self.lineage = lineage
+        self.lineage = Lineage()
         self.proven_step = -1
         self.seconds: dict[str, float] = {}
         self._whole: dict[str, dict[str, Manifest]] = {tier: {} for tier in self._folders}
@@ -156,6 +154,11 @@ class Checkpoints:
             and (m.step <= self.proven_step or not proven_only)
         ]
         return sorted(usable, key=lambda m: (m.step, len(self.tiers(m)), m.branch), reverse=True)
+
+    def newest_first(self) -> list[Manifest]:
+        """Every whole checkpoint of any branch, the one saved last first."""
+        found = {name: m for whole in self._whole.values() for name, m in list(whole.items())}
+        return sorted(found.values(), key=lambda m: (m.branch, m.step), reverse=True)
 
     def tiers(self, checkpoint: Manifest) -> tuple[str, ...]:
         """The tiers that hold a checkpoint whole, as far as known without reading it."""

@@ -22,7 +22,7 @@ from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.data import Data
 from trainer_plugin.decisions import Moment
 from trainer_plugin.endpoint import Endpoint
-from trainer_plugin.history import History, Resume
+from trainer_plugin.history import History, Resume, lasting_copy
 from trainer_plugin.journal import Journal
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.metrics import Standing
@@ -116,12 +116,11 @@ class Guard:
         undo: ExitStack,
     ) -> None:
         """Everything of the start-up that needs the run's folder; `undo` hears how to take it back."""
-        config, run_state = self.config, self._folder.state
-        self._checkpoints = Checkpoints(
-            config.checkpoints, config.run, lineage=run_state.lineage, on_failure=self._count_checkpoint_failure
-        )
+        config = self.config
+        self._checkpoints = Checkpoints(config.checkpoints, config.run, on_failure=self._count_checkpoint_failure)
         self._checkpoints.open()
-        self._checkpoints.proven_step = run_state.proven_step
+        run_state = self._folder.state or self._recovered_state()
+        self._checkpoints.lineage, self._checkpoints.proven_step = run_state.lineage, run_state.proven_step
         self._monitor = Monitor(config.detection)
         self._history = History(self._checkpoints, self._state, self._monitor, steps_total=run_state.steps_total)
         self._learning_rate = LrFactor(optimizers, state=run_state.learning_rate)
@@ -317,7 +316,7 @@ class Guard:
         return result.loaded is not None
 
     def _save_checkpoint(self) -> None:
-        if not self._history.save():
+        if not self._history.save(msgspec.to_builtins(self._run_state())):
             _log.warning("step %d: checkpoint left out, the last one is still being written", self.step)
             self._count_checkpoint_failure("local")
         self._save_state()
@@ -326,17 +325,30 @@ class Guard:
 
     def _save_state(self) -> None:
         """Write what never rewinds, as it is now, in the background."""
-        content = msgspec.json.encode(
-            RunState(
-                steps_total=self._history.steps_total,
-                proven_step=self._checkpoints.proven_step,
-                policy=self._policy.state,
-                lineage=self._checkpoints.lineage,
-                learning_rate=self._learning_rate.state,
-                clip_until=self._clip.tight_until,
-            )
+        self._loop.write(partial(self._folder.save_state, msgspec.json.encode(self._run_state())))
+
+    def _run_state(self) -> RunState:
+        return RunState(
+            steps_total=self._history.steps_total,
+            proven_step=self._checkpoints.proven_step,
+            policy=self._policy.state,
+            lineage=self._checkpoints.lineage,
+            learning_rate=self._learning_rate.state,
+            quarantine=self._data.quarantine if self._data is not None else [],
+            clip_until=self._clip.tight_until,
         )
-        self._loop.write(lambda: self._folder.save_state(content))
+
+    def _recovered_state(self) -> RunState:
+        """For a run without its folder's state: the copy in the newest checkpoint, or a new one."""
+        copy = lasting_copy(self._checkpoints)
+        if copy is None:
+            return RunState()
+        _log.warning("run %s: state.json is gone: its copy in the newest checkpoint is used", self.config.run)
+        state = msgspec.convert(copy, RunState)
+        for entry in state.quarantine:
+            if entry not in self._folder.quarantine:
+                self._folder.add_quarantine(entry)
+        return state
 
     def _info(self) -> dict[str, str]:
         return {

@@ -50,9 +50,12 @@ class History:
         _log.info("run %s: starts at step 0", run)
         return False
 
-    def save(self) -> bool:
-        """Save a checkpoint of this step in the background; False if the last one is still being written."""
-        return self._checkpoints.save(self._state.capture(self.rewinding()), self.step)
+    def save(self, lasting: dict[str, Any]) -> bool:
+        """Save a checkpoint of this step in the background; False if the last one is still being written.
+
+        `lasting` is a copy of what never rewinds, in case the run's folder is lost.
+        """
+        return self._checkpoints.save(self._state.capture({**self.rewinding(), "lasting": lasting}), self.step)
 
     def went_back_to(self, loaded: Loaded) -> None:
         """Take up the guard's own part of a state that was restored; what is trained from here on is a new branch."""
@@ -77,3 +80,15 @@ class History:
     def rewinding(self) -> dict[str, Any]:
         """The guard's own part of the state that rewinds."""
         return {"step": self.step, "steps_total": self.steps_total, "monitor": self._monitor.state_dict()}
+
+
+def lasting_copy(checkpoints: Checkpoints) -> dict[str, Any] | None:
+    """What never rewinds, as the checkpoint saved last has it; None if there is none that can be read."""
+    for newest in checkpoints.newest_first():
+        try:
+            copy: dict[str, Any] | None = checkpoints.load(newest).snapshot.plain["guard"].get("lasting")
+        except OSError as error:
+            _log.warning("%s", error)
+            continue
+        return copy
+    return None

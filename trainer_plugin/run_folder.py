@@ -36,6 +36,7 @@ class RunState(msgspec.Struct, kw_only=True):
     policy: PolicyState = msgspec.field(default_factory=PolicyState)
     lineage: Lineage = msgspec.field(default_factory=Lineage)
     learning_rate: LrState = msgspec.field(default_factory=LrState)
+    quarantine: list[Quarantine] = msgspec.field(default_factory=list)
     clip_until: int = 0
     schema: int = SCHEMA
 
@@ -147,11 +148,11 @@ class JobFolder:
         self.quarantine.append(entry)
         _append(self.path / "quarantine.jsonl", msgspec.json.encode(entry))
 
-    def _load_state(self) -> RunState:
+    def _load_state(self) -> RunState | None:
         try:
             content = self._state_path.read_bytes()
         except FileNotFoundError:
-            return RunState()
+            return None
         try:
             state = msgspec.json.decode(content, type=RunState)
         except msgspec.MsgspecError as error:
