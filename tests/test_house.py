@@ -29,8 +29,8 @@ ORDER = (
     # Torch, and no policy.
     "probe", "accumulation", "shield", "learning_rate", "schedule", "faults", "tensor_files", "state", "checkpoints",
     # What sees both rows.
-    "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder", "control_loop", "journal",
-    "guard", "__init__",
+    "stop_signals", "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder",
+    "control_loop", "journal", "guard", "__init__",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("probe")]
 TORCH_ROW = ORDER[ORDER.index("probe") : ORDER.index("history")]

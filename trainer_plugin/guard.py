@@ -34,6 +34,7 @@ from trainer_plugin.schedule import Schedule
 from trainer_plugin.signals import Signals
 from trainer_plugin.state import TrainingState, encode_plain
 from trainer_plugin.step_reader import StepReader
+from trainer_plugin.stop_signals import StopSignals
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
@@ -158,6 +159,8 @@ class Guard:
         self._loop = ControlLoop(self._folder, on_error=self._hold_back)
         self._journal = Journal(self.page, self._loop, self._folder)
         self._loop.start()
+        self._stop_signals = StopSignals()
+        self._stop_signals.install()
         self._save_state()
 
     # --- What the training loop calls -------------------------------------------------------------------------------
@@ -227,6 +230,7 @@ class Guard:
         if self._closed:
             return
         self._closed = True
+        self._stop_signals.remove()
         self._checkpoints.wait(_WRITER_SECONDS)
         self._reader.remove()
         self._learning_rate.remove()
@@ -270,6 +274,12 @@ class Guard:
             self._history.prove(self.config.checkpoints.proof_steps, self._policy.open_incident)
             if self.step % self.config.checkpoints.every == 0:
                 self._save_checkpoint()
+            elif self._stop_signals.asked is not None and not self.stopping:
+                self._checkpoints.wait(_WRITER_SECONDS)  # This one is the last: it is not left out.
+                self._save_checkpoint()
+        if self._stop_signals.asked is not None and not self.stopping:
+            _log.warning("step %d: stopping, as %s asks", moment.step, self._stop_signals.asked)
+            self.stopping = True
         self._learning_rate.advance(self._history.steps_total)
 
     def _show(self, moment: Moment) -> None:
