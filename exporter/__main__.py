@@ -39,7 +39,7 @@ def cli(*arguments: str) -> int:
     except SystemExit as end:  # --help, or bad usage.
         return end.code if isinstance(end.code, int) else 2
     if options.command == "files":
-        return _files(options.out)
+        return _files(options.out, options.job_runs)
     try:
         config = _settings(options)
         token = _token(config)
@@ -62,11 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     files = commands.add_parser(
         "files",
         help="write the rules and example configurations out of the installed package",
-        description="Write the rules and example configurations to DIR/alert_rules. A file that differs is kept.",
+        description="Write the rules and example configurations to DIR/alert_rules, all or none: nothing where a "
+        "file is there already and differs.",
         epilog=_FILES_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     files.add_argument("--out", metavar="DIR", type=Path, required=True, help="where to make the folder alert_rules")
+    files.add_argument(
+        "--runs", dest="job_runs", metavar="DIR", type=Path, default=Path("runs"),
+        help="the folder of the runs, where prometheus.yml shall look for targets (default: runs)",
+    )  # fmt: skip
     return parser
 
 
@@ -123,9 +128,9 @@ def _serve(config: Config, token: str | None) -> int:
     return 0
 
 
-def _files(out: Path) -> int:
+def _files(out: Path, runs: Path) -> int:
     try:
-        for path in write_files(out):
+        for path in write_files(out, runs=runs):
             print(path)
     except (OSError, ModuleNotFoundError) as error:
         return _fail(1, error)

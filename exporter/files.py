@@ -1,19 +1,23 @@
 """The rules and configurations in the installed package, and how to get them out of it."""
 
+import os
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 PACKAGE = "alert_rules"
+# Prometheus reads a relative path from the folder of its configuration, and the job writes where it runs.
+_TARGETS = b"runs/targets/"
 _ENDINGS = (".yml", ".md", ".tmpl")
 
 
-def write_files(out: Path, source: Traversable | None = None) -> list[Path]:
+def write_files(out: Path, source: Traversable | None = None, *, runs: Path) -> list[Path]:
     """Copy the files to `out/alert_rules`; what is there already must be the same. All of them, or none.
 
     Args:
         out: the folder in which to make `alert_rules`.
         source: the folder to copy from; the installed package by default.
+        runs: the folder of the runs, in which prometheus.yml will look for targets.
 
     Returns:
         The files, in the order of their names.
@@ -26,7 +30,7 @@ def write_files(out: Path, source: Traversable | None = None) -> list[Path]:
     source = files(PACKAGE) if source is None else source
     folder = out / PACKAGE
     contents = {
-        folder / entry.name: entry.read_bytes()
+        folder / entry.name: entry.read_bytes().replace(_TARGETS, b"%s/targets/" % os.fsencode(runs.absolute()))
         for entry in sorted(source.iterdir(), key=lambda entry: entry.name)
         if entry.is_file() and entry.name.endswith(_ENDINGS)
     }

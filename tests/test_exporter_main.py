@@ -200,7 +200,7 @@ def test_files_are_copied_and_copied_again(tmp_path, source):
     out = tmp_path / "deep" / "out"
     expected = [out / "alert_rules" / name for name in ("a.md", "b.yml", "c.tmpl")]
     for _ in range(2):
-        assert write_files(out, source) == expected
+        assert write_files(out, source, runs=Path("runs")) == expected
         assert sorted((out / "alert_rules").iterdir()) == expected
         assert [path.read_text() for path in expected] == ["a.md", "b.yml", "c.tmpl"]
 
@@ -209,7 +209,7 @@ def test_a_package_without_files_is_told(tmp_path):
     """An installation that lost its rules does not look like one that wrote them."""
     (tmp_path / "source").mkdir()
     with pytest.raises(FileNotFoundError, match="the installation is not complete"):
-        write_files(tmp_path, tmp_path / "source")
+        write_files(tmp_path, tmp_path / "source", runs=Path("runs"))
 
 
 @pytest.mark.parametrize("in_the_way", ["file", "folder", "link"])
@@ -224,7 +224,7 @@ def test_a_file_that_differs_is_never_overwritten(tmp_path, source, in_the_way):
     else:
         path.symlink_to(tmp_path / "dangling")
     with pytest.raises(FileExistsError, match=r"b\.yml is there and differs"):
-        write_files(tmp_path, source)
+        write_files(tmp_path, source, runs=Path("runs"))
     assert os.listdir(path.parent) == ["b.yml"]  # noqa: PTH208 - names are compared
     assert not (tmp_path / "dangling").exists()
 

@@ -24,10 +24,11 @@ TOO_LONG = {"trainer_plugin/guard.py"}
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detectors", "recovery", "monitor", "alerts", "incidents", "decisions", "budget", "policy", "data",
-    "manifest",
+    "signals", "detectors", "recovery", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts",
+    "policy", "data", "manifest",
     # Torch, and no policy.
-    "probe", "accumulation", "shield", "learning_rate", "schedule", "faults", "tensor_files", "state", "checkpoints",
+    "probe", "accumulation", "shield", "learning_rate", "schedule", "faults", "tensor_files", "state", "tier",
+    "checkpoints",
     # What sees both rows.
     "stop_signals", "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder",
     "control_loop", "journal", "guard", "__init__",

@@ -62,7 +62,7 @@ def test_an_incident_is_counted_when_it_opens_and_told_when_it_heals(desk):
 def test_parameters_with_a_bad_gradient_are_named(desk, caplog):
     """The log names the first ten, the trail a hundred."""
     names = [f"layer.{number}" for number in range(150)]
-    desk.journal.nonfinite(7, names)
+    desk.journal.nonfinite(7, gradients=names, weights=[])
     assert "layer.9" in caplog.text
     assert "layer.10" not in caplog.text
     (line,) = desk.trail()

@@ -218,8 +218,8 @@ def test_every_mismatch_is_named_and_nothing_is_changed():
         "model/2.weight is missing in the checkpoint",
         "model/0.3.weight is not in this model",
         "optimizer 0 has other parameters",
-        "no scheduler",
-        "no scaler",
+        "the checkpoint has a scheduler, this loop has none",
+        "the checkpoint has a scaler, this loop has none",
     ):
         assert part in message
     assert "\n" not in message

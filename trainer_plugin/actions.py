@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 # R11: the data from 5 steps before the first bad step to 20 after it are suspect.
 SUSPECT_BEFORE_STEPS = 5
 SUSPECT_AFTER_STEPS = 20
-_WRITER_WAIT_SECONDS = 60.0
+_WRITER_WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,13 +22,14 @@ class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollback that was done; `first_step` is its incident's."""
+    """A rollback that was done; `nearest_step` was the nearest target, `to_step` the one it took."""
 
     at: float
     at_step: int
     at_steps_total: int
     to_step: int
-    first_step: int
+    nearest_step: int
+    incident: int
 
 
 def recent(rollbacks: list[Rollback], now: float) -> list[Rollback]:
@@ -36,15 +37,19 @@ def recent(rollbacks: list[Rollback], now: float) -> list[Rollback]:
     return [rollback for rollback in rollbacks if now - rollback.at < _DAY_SECONDS]
 
 
-def in_vain(rollbacks: list[Rollback], first_step: int, now: float) -> list[Rollback]:
-    """The rollbacks of the last day that an incident at `first_step` shows to have been in vain: not got past it."""
-    return [rollback for rollback in recent(rollbacks, now) if first_step <= rollback.at_step]
+def in_vain(rollbacks: list[Rollback], incident: int, nearest_step: int, now: float) -> list[Rollback]:
+    """The rollbacks of the last day that have not helped: of this very incident, or with the same nearest target."""
+    return [
+        rollback
+        for rollback in recent(rollbacks, now)
+        if rollback.incident == incident or rollback.nearest_step == nearest_step
+    ]
 
 
-def overspent(config: BudgetConfig, rollbacks: list[Rollback], first_step: int, now: float) -> str:
-    """Why another rollback is not allowed, or an empty text."""
+def overspent(config: BudgetConfig, rollbacks: list[Rollback], vain: list[Rollback], now: float) -> str:
+    """Why another rollback is not allowed, or an empty text; `vain` are those that have not helped."""
     if len(recent(rollbacks, now)) >= config.rollbacks_per_day:
         return f"rollbacks_per_day ({config.rollbacks_per_day}) is spent"
-    if len(in_vain(rollbacks, first_step, now)) >= config.same_target:
-        return f"same_target ({config.same_target}) is spent at step {first_step}"
+    if len(vain) >= config.same_target:
+        return f"same_target ({config.same_target}) is spent: the last one went to step {vain[-1].to_step}"
     return ""

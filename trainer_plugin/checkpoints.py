@@ -1,29 +1,30 @@
 """Checkpoints in two tiers: written in the background, kept by number, and the one a rollback would take.
 
-Knows files and retention, not why a run goes back. A checkpoint is written to the local tier first, then copied to
-the shared one; it is a rollback target when both hold it whole.
+Knows retention and lineage, not why a run goes back. A checkpoint is written to the local tier first, then copied to
+the shared one; it is a rollback target when both hold it whole. Where one tier is out of order the other goes on.
 """
 
 import logging
-import os
-import shutil
+import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 import msgspec
 import torch
 
-from trainer_plugin import manifest
 from trainer_plugin.manifest import File, Manifest
-from trainer_plugin.state import Snapshot, decode_plain, encode_plain
-from trainer_plugin.tensor_files import read_tensors, write_tensors
+from trainer_plugin.state import Snapshot
+from trainer_plugin.tier import Tier
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_PLAIN = "plain.pt"
-_FOLDERS = "step-*"
+# A tier that takes longer than this to check a checkpoint (and its bytes at that rate) hangs.
+_CHECK_SECONDS = 30.0
+_CHECK_BYTES_PER_SECOND = 50e6
 
 
 class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,41 +82,42 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run. One background thread writes; every other method may be called from the loop.
 
-    `lineage` and `proven_step` are kept up to date by the guard: a checkpoint is proven when it is live and not
-    beyond `proven_step`.
+    `lineage`, `proven_step` and `suspect` are kept up to date by the guard: a checkpoint is proven when it is live,
+    not beyond `proven_step`, and in none of the `suspect` stretches of steps (first and last, both included).
     """
 
     def __init__(self, config: CheckpointsConfig, run: str, *, on_failure: Callable[[str], None]) -> None:
         self._run = run
-        self._folders = {"local": Path(config.local) / run, "shared": Path(config.shared) / run}
-        self._keep = {"local": config.keep_local, "shared": config.keep_shared}
+        self._local = Tier("local", Path(config.local) / run, keep=config.keep_local)
+        self._shared = Tier("shared", Path(config.shared) / run, keep=config.keep_shared)
+        self._tiers = (self._local, self._shared)
         self._on_failure = on_failure
         self.lineage = Lineage()
         self.proven_step = -1
-        self.seconds: dict[str, float] = {}
-        self._whole: dict[str, dict[str, Manifest]] = {tier: {} for tier in self._folders}
+        self.suspect: list[tuple[int, int]] = []
         self._writer: threading.Thread | None = None
-        # Held while files of a tier are written, copied or removed: the writer and a rollback may meet.
-        self._files = threading.Lock()
 
     def open(self) -> None:
         """Make the folders, remove what a killed job left half-done, and find the checkpoints that are whole.
 
         Raises:
-            OSError: a tier's folder cannot be made or written.
+            OSError: a tier's folder cannot be made or written; but a run that has checkpoints in the other tier goes
+                on with that one.
+            ValueError: both tiers are one folder.
         """
-        for tier, folder in self._folders.items():
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(f"checkpoint folder {folder} cannot be written")
-            for path in folder.glob(_FOLDERS):
-                found = manifest.read(path)
-                if found is not None:
-                    self._whole[tier][path.name] = found
-                elif (path / manifest.NAME).exists():
-                    _log.warning("%s: left alone, its manifest is damaged or another version's", path)
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
+        problems: list[OSError] = []
+        for tier in self._tiers:
+            try:
+                tier.open()
+            except OSError as error:
+                problems.append(error)
+        if problems and (len(problems) == len(self._tiers) or not any(tier.whole for tier in self._tiers)):
+            raise problems[0]
+        for problem in problems:
+            _log.warning("%s: going on with the other tier", problem)
+        if not problems and self._local.folder.samefile(self._shared.folder):
+            found = self._local.folder.resolve()
+            raise ValueError(f"checkpoints.local and checkpoints.shared must be two folders, found {found} twice")
 
     def save(self, snapshot: Snapshot, step: int, kind: str = "periodic") -> bool:
         """Write a snapshot in the background; False if the last one is still being written (it is then left out)."""
@@ -135,34 +137,34 @@ class Checkpoints:
             return not self._writer.is_alive()
         return True
 
-    def newest_step(self, tier: str) -> int:
+    def newest_step(self, tier_name: str) -> int:
         """Step of the newest whole and finite checkpoint of the live branch in a tier; -1 if there is none."""
-        return max((m.step for m in list(self._whole[tier].values()) if m.finite and self.lineage.live(m)), default=-1)
+        tier = next(tier for tier in self._tiers if tier.name == tier_name)
+        return max((m.step for m in list(tier.whole.values()) if m.finite and self.lineage.live(m)), default=-1)
+
+    def seconds(self) -> dict[str, float]:
+        """How long the last checkpoint took to be whole in each tier, where one was written."""
+        return {tier.name: tier.seconds for tier in self._tiers if tier.seconds is not None}
 
     def targets(self, before_step: int, *, proven_only: bool = True) -> list[Manifest]:
         """What could be gone back to, best first: live, finite and proven, at a step below `before_step`.
 
-        Whole in both tiers before whole in one at the same step; else the nearest step.
+        The nearest step first; at one step, what is whole in more tiers.
         """
-        found = {name: m for whole in self._whole.values() for name, m in list(whole.items())}
         usable = [
             m
-            for m in found.values()
-            if m.step < before_step
-            and m.finite
-            and self.lineage.live(m)
-            and (m.step <= self.proven_step or not proven_only)
+            for m in self._known()
+            if m.step < before_step and m.finite and self.lineage.live(m) and (self._proven(m) or not proven_only)
         ]
         return sorted(usable, key=lambda m: (m.step, len(self.tiers(m)), m.branch), reverse=True)
 
     def newest_first(self) -> list[Manifest]:
         """Every whole checkpoint of any branch, the one saved last first."""
-        found = {name: m for whole in self._whole.values() for name, m in list(whole.items())}
-        return sorted(found.values(), key=lambda m: (m.branch, m.step), reverse=True)
+        return sorted(self._known(), key=lambda m: (m.branch, m.step), reverse=True)
 
     def tiers(self, checkpoint: Manifest) -> tuple[str, ...]:
         """The tiers that hold a checkpoint whole, as far as known without reading it."""
-        return tuple(tier for tier, whole in self._whole.items() if checkpoint.name in whole)
+        return tuple(tier.name for tier in self._tiers if checkpoint.name in tier.whole)
 
     def load(self, checkpoint: Manifest) -> Loaded:
         """Read a checkpoint back after checking every byte in both tiers, mending one tier from the other.
@@ -170,58 +172,45 @@ class Checkpoints:
         Raises:
             OSError: no tier holds it whole.
         """
-        problems: list[str] = []
-        good: list[str] = []
-        with self._files:
-            for tier, folder in self._folders.items():
-                path = folder / checkpoint.name
-                found = manifest.read(path)
-                if found is None:
-                    problems.append(f"{path}: no checkpoint there")
-                elif damage := manifest.faults(path, found):
-                    problems += damage
-                else:
-                    good.append(tier)
-            if not good:
-                raise OSError(f"checkpoint of step {checkpoint.step} is whole in no tier: {'; '.join(problems)}")
-            source = self._folders[good[0]] / checkpoint.name
-            degraded = []
-            for tier in self._folders.keys() - set(good):
-                try:
-                    self._whole[tier][checkpoint.name] = manifest.copy(source, self._folders[tier] / checkpoint.name)
-                except OSError as error:
-                    self._whole[tier].pop(checkpoint.name, None)
-                    degraded.append(tier)
-                    _log.warning("checkpoint of step %d stays damaged in tier %s: %s", checkpoint.step, tier, error)
-            for problem in problems:
-                _log.warning("%s", problem)
-            return Loaded(
-                manifest=checkpoint, snapshot=_read(source), tier=good[0], degraded=tuple(degraded)
-            )  # fmt: skip
+        name, problems = checkpoint.name, []
+        seconds = _CHECK_SECONDS + sum(file.bytes for file in checkpoint.files.values()) / _CHECK_BYTES_PER_SECOND
+        good: list[Tier] = []
+        hung: list[Tier] = []
+        for tier in self._tiers:
+            try:
+                found = _within(seconds, tier.faults, name)
+            except TimeoutError as error:
+                hung.append(tier)
+                problems.append(str(error))
+                continue
+            except OSError as error:
+                found = [str(error)]
+            problems += found
+            if not found:
+                good.append(tier)
+        for problem in problems:
+            _log.warning("%s", problem)
+        if not good:
+            raise OSError(f"checkpoint of step {checkpoint.step} is whole in no tier: {'; '.join(problems)}")
+        degraded = [tier.name for tier in hung]
+        for tier in self._tiers:
+            if tier in good or tier in hung:
+                continue
+            try:
+                _within(seconds, tier.take, good[0], name)
+            except OSError as error:
+                degraded.append(tier.name)
+                _log.warning("checkpoint of step %d stays damaged in tier %s: %s", checkpoint.step, tier.name, error)
+        snapshot = _within(seconds, good[0].read, name)
+        return Loaded(manifest=checkpoint, snapshot=snapshot, tier=good[0].name, degraded=tuple(degraded))
 
     def _write(self, snapshot: Snapshot, step: int, branch: int, kind: str) -> None:
-        tier = "local"
-        try:
-            with self._files:
-                began = time.monotonic()
-                written = self._write_local(snapshot, step, branch, kind)
-                self._whole["local"][written.name] = written
-                self.seconds["local"] = time.monotonic() - began
-                if not written.finite:
-                    _log.warning("checkpoint of step %d holds values that are not finite: never a target", step)
-                    return  # It stays until the next one is written, in this tier alone.
-                self._rotate("local")
-                tier = "shared"
-                copied = manifest.copy(self._folders["local"] / written.name, self._folders["shared"] / written.name)
-                self._whole["shared"][copied.name] = copied
-                self.seconds["shared"] = time.monotonic() - began
-                self._rotate("shared")
-        except Exception as error:  # noqa: BLE001 - a checkpoint that fails is counted; the training goes on
-            _log.warning("checkpoint of step %d failed in tier %s: %s", step, tier, error)
-            self._on_failure(tier)
-
-    def _write_local(self, snapshot: Snapshot, step: int, branch: int, kind: str) -> Manifest:
-        finite = all(bool(torch.isfinite(t).all()) for t in snapshot.tensors.values() if t.is_floating_point())
+        """Both tiers, local first: the shared one by a copy, or from memory where the local one is out of order."""
+        finite = all(
+            bool(torch.isfinite(tensor).all())
+            for name, tensor in snapshot.tensors.items()
+            if tensor.is_floating_point() and name not in snapshot.unjudged
+        )
 
         def describe(files: dict[str, File]) -> Manifest:
             return Manifest(
@@ -235,29 +224,71 @@ class Checkpoints:
                 torch=str(torch.__version__),
             )
 
-        folder = self._folders["local"] / describe({}).name
-        manifest.remove(folder)
-        folder.mkdir(mode=0o700)
-        with (folder / _PLAIN).open("wb") as file:
-            file.write(encode_plain(snapshot.plain))
-            file.flush()
-            os.fsync(file.fileno())
-        write_tensors(folder, snapshot.tensors)
-        return manifest.seal(folder, describe)
+        began, name = time.monotonic(), describe({}).name
+        if not finite:
+            _log.warning("checkpoint of step %d holds values that are not finite: never a target", step)
+            self._on_failure("local")
+        local = self._attempt(self._local, step, began, lambda: self._local.write(snapshot, name, describe))
+        if not finite:
+            return  # Evidence, in one tier, until the next one is written.
+        if local:
+            self._attempt(self._shared, step, began, lambda: self._shared.take(self._local, name))
+        else:
+            self._attempt(self._shared, step, began, lambda: self._shared.write(snapshot, name, describe))
 
-    def _rotate(self, tier: str) -> None:
-        """Keep the newest of the live branch, and the newest proven one whatever its age; remove the others."""
-        whole = self._whole[tier]
-        live = sorted(
-            (m for m in whole.values() if m.finite and self.lineage.live(m)), key=lambda m: (m.step, m.branch)
-        )
-        kept = {m.name for m in live[-self._keep[tier] :]}
-        kept |= {m.name for m in [m for m in live if m.step <= self.proven_step][-1:]}
-        for name in whole.keys() - kept:
-            whole.pop(name)
-            manifest.remove(self._folders[tier] / name)
+    def _attempt(self, tier: Tier, step: int, began: float, write: Callable[[], Manifest]) -> bool:
+        """Write into a tier and rotate it; a failure is counted, and the training goes on."""
+        try:
+            written = write()
+            tier.seconds = time.monotonic() - began
+            tier.rotate(self._kept(tier, written.name))
+        except Exception as error:  # noqa: BLE001 - whatever the disk says
+            _log.warning("checkpoint of step %d failed in tier %s: %s", step, tier.name, error)
+            self._on_failure(tier.name)
+            return False
+        return True
+
+    def _kept(self, tier: Tier, newest: str) -> set[str]:
+        """The newest of the live branch, and the newest proven one whatever its age.
+
+        While nothing of the live branch is proven, what it left behind may still be all there is.
+        """
+        finite = sorted((m for m in tier.whole.values() if m.finite), key=lambda m: (m.step, m.branch))
+        live = [m for m in finite if self.lineage.live(m)]
+        proven = [m for m in live if self._proven(m)]
+        kept = [*live[-tier.keep :], *proven[-1:]]
+        if not proven:
+            kept += [m for m in finite if m not in live][-tier.keep :]
+        return {newest, *(m.name for m in kept)}
+
+    def _proven(self, checkpoint: Manifest) -> bool:
+        step = checkpoint.step
+        return step <= self.proven_step and not any(first <= step <= last for first, last in self.suspect)
+
+    def _known(self) -> list[Manifest]:
+        return list({name: m for tier in self._tiers for name, m in list(tier.whole.items())}.values())
 
 
-def _read(folder: Path) -> Snapshot:
-    """The snapshot in a folder whose files were just checked."""
-    return Snapshot(tensors=read_tensors(folder), plain=decode_plain((folder / _PLAIN).read_bytes()))
+def _within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
+    """What `work` returns, done in a thread that is left behind if it takes longer: a file system may hang for ever.
+
+    Raises:
+        TimeoutError: it took longer.
+        Exception: whatever `work` raised.
+    """
+    done: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((work(*arguments), None))
+        except Exception as error:  # noqa: BLE001 - handed over
+            done.put((None, error))
+
+    threading.Thread(target=run, name="checkpoint-reader", daemon=True).start()
+    try:
+        result, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s from {work}") from None
+    if error is not None:
+        raise error
+    return cast("_T", result)

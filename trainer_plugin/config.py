@@ -1,17 +1,28 @@
 """`Config`: every option of guard.yaml, and its reader."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
 from exporter.runs import valid_run_name
 from trainer_plugin.budget import BudgetConfig
 from trainer_plugin.checkpoints import CheckpointsConfig
 from trainer_plugin.decisions import ActionsConfig, Mode
 from trainer_plugin.detectors import DetectionConfig
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-4 is a number, as YAML 1.2 and everybody who writes learning rates has it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +50,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoints: CheckpointsConfig = CheckpointsConfig()
 
     def __post_init__(self) -> None:
+        if self.run == "targets":
+            raise ValueError("`run` must not be 'targets': that folder is for Prometheus")
         if not valid_run_name(self.run):
             raise ValueError(f"`run` must be letters, digits, '.', '_' or '-', found {self.run!r}")
 
@@ -58,7 +71,7 @@ def read_config(source: "str | Path | Mapping[str, Any] | Config", *, run: str |
     else:
         where = str(source)
         try:
-            values = yaml.safe_load(Path(source).read_text())
+            values = yaml.load(Path(source).read_text(), Loader=_Loader)  # noqa: S506 - a SafeLoader
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
         values = {} if values is None else values
@@ -70,6 +83,16 @@ def read_config(source: "str | Path | Mapping[str, Any] | Config", *, run: str |
         return msgspec.convert(values, type=Config)
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: {_explain(str(error), values)}") from error
+
+
+def with_absolute_folders(config: Config) -> Config:
+    """The same, with folders that a change of the working directory does not move."""
+    tiers = config.checkpoints
+    return replace(
+        config,
+        runs=str(Path(config.runs).absolute()),
+        checkpoints=replace(tiers, local=str(Path(tiers.local).absolute()), shared=str(Path(tiers.shared).absolute())),
+    )
 
 
 def _explain(message: str, values: Any) -> str:  # noqa: ANN401 - whatever the user wrote

@@ -38,12 +38,16 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A boundary: the step just run, all steps ever run, Unix seconds, and whether the outer loop is alive."""
+    """A boundary: the step just run, all steps ever run, Unix seconds, and whether the outer loop is alive.
+
+    `target_step` is the nearest checkpoint that a rollback could go to now; -1 if there is none.
+    """
 
     step: int
     steps_total: int
     now: float
     loop_up: bool
+    target_step: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,11 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"`warmup_steps` must be at least 0, found {self.warmup_steps}")
         if not 0.0 < self.ema_alpha < 1.0:
             raise ValueError(f"`ema_alpha` must be between 0 and 1, found {self.ema_alpha}")
+        if self.sustained_steps >= self.relearn_steps:
+            raise ValueError(
+                f"`sustained_steps` must be below `relearn_steps` ({self.relearn_steps}), found "
+                f"{self.sustained_steps}: the new level would be accepted before anybody acts"
+            )
         for name in ("loss_ratio", "grad_norm_ratio"):
             if not getattr(self, name) > 1.0:
                 raise ValueError(f"`{name}` must be above 1, found {getattr(self, name)}")
@@ -90,7 +95,8 @@ class EmaRatio:
         warm = self._seen >= self._warmup_steps
         if not self._textbook and learn:
             # Also in warm-up, where nothing is judged: one wild value must not blind the average for long.
-            self._take_in(value if self.ema is None else min(value, self._threshold * self.ema))
+            limit = self._threshold * self.ema if self.ema is not None and self.ema > 0.0 else math.inf
+            self._take_in(min(value, limit))
         self._seen += 1
         if warm and baseline is not None and ratio > self._threshold:
             return Verdict(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainer_plugin.actions import Actions, ClipLimit
 from trainer_plugin.checkpoints import Checkpoints
-from trainer_plugin.config import Config, read_config
+from trainer_plugin.config import Config, read_config, with_absolute_folders
 from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.data import Data
 from trainer_plugin.decisions import Moment
@@ -80,7 +80,7 @@ class Guard:
         on_signals: Callable[[Signals], None] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.config = config = read_config(config, run=run)
+        self.config = config = with_absolute_folders(read_config(config, run=run))
         self.stopping = False
         self._closed = False
         self._clock = clock
@@ -151,7 +151,11 @@ class Guard:
         undo.callback(self._reader.remove)
         follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
         self._schedule = Schedule(scheduler if follows else None, optimizers)
-        self._history.resume(resume, self._policy.open_incident, config.run)
+        anew = not self._history.resume(resume, self._policy.open_incident, config.run)
+        self._policy.restarted(self._history.steps_total, anew=anew)
+        if not anew and self._data is not None and not self._data.rewindable:
+            _log.warning("run %s: data cannot go back: it begins anew, not where the checkpoint was", config.run)
+        self._history.suspect(self._policy.state.incidents)
         self._learning_rate.advance(self._history.steps_total)
         self._endpoint = Endpoint(config, layers=self._probe.layers, scaled=scaler is not None, info=self._info())
         undo.callback(self._endpoint.close)
@@ -207,8 +211,12 @@ class Guard:
             self._reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self._hold_back(error)
-            if self.config.actions.clip_max_norm is not None:  # The recipe's clip is not lost with the guard.
-                nn.utils.clip_grad_norm_(self._probe.parameters.values(), self.config.actions.clip_max_norm)
+            self._attempt(self._clip_plainly, self.config.actions.clip_max_norm)
+
+    def _clip_plainly(self, max_norm: float | None) -> None:
+        """The recipe's clip is not lost with the guard."""
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self._probe.parameters.values(), max_norm)
 
     def end_step(self) -> None:
         """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
@@ -220,6 +228,7 @@ class Guard:
             steps_total=history.steps_total,
             now=self._clock(),
             loop_up=self._loop.up and not self._local_only,
+            target_step=self._history.target_step(self._policy.open_incident),
         )
         # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
         for part in (self._judge, self._act, self._show):
@@ -256,15 +265,17 @@ class Guard:
             readings, verdicts = self._monitor.update(signals)
             weights_finite = True
             if any(verdict.detector == "nonfinite" for verdict in verdicts):
-                weights_finite = self._inspect(signals.step)
+                weights_finite = self._inspect(signals.step, first=readings.withheld_steps <= 1)
             for incident in self._policy.observe(
                 signals, readings, verdicts, weights_finite=weights_finite, steps_total=moment.steps_total
             ):
                 self._journal.incident(incident, signals.step)
+                self._history.suspect(self._policy.state.incidents)
                 self._save_state()
             self._shows.append(partial(self._endpoint.metrics.show, signals, readings, verdicts, moment.now))
             if signals.surge:
-                self.page.add("train_actions_total", 1.0, "clip", "local", "done")
+                outcome = "done" if self.config.mode == "auto" else "observed"
+                self.page.add("train_actions_total", 1.0, "clip", "local", outcome)
             if self._on_signals is not None:
                 self._attempt(self._on_signals, signals)
 
@@ -289,14 +300,14 @@ class Guard:
                 show()
             self._endpoint.metrics.stand(self.step, self._standing(moment))
 
-    def _inspect(self, step: int) -> bool:
+    def _inspect(self, step: int, *, first: bool) -> bool:
         """A step gone bad is worth host reads: which parameters, and whether the weights are still finite."""
-        if self._reader.nonfinite_parameters:
-            self._journal.nonfinite(step, self._reader.nonfinite_parameters)
-        weights_finite = self._probe.weights_finite()
-        if not weights_finite:
+        weights = self._probe.nonfinite_weights()
+        if first:  # Of a streak: the others say the same.
+            self._journal.nonfinite(step, gradients=self._reader.nonfinite_parameters, weights=weights)
+        if weights:
             self.page.add("train_nonfinite_total", 1.0, "weight")
-        return weights_finite
+        return not weights
 
     def _obey(self, moment: Moment) -> bool:
         """Ask the policy, do what it says, and keep what came of it; True if the weights were taken back."""
@@ -326,7 +337,12 @@ class Guard:
         return result.loaded is not None
 
     def _save_checkpoint(self) -> None:
-        if not self._history.save(msgspec.to_builtins(self._run_state())):
+        try:
+            saved = self._history.save(msgspec.to_builtins(self._run_state()))
+        except Exception:
+            self._count_checkpoint_failure("local")
+            raise
+        if not saved:
             _log.warning("step %d: checkpoint left out, the last one is still being written", self.step)
             self._count_checkpoint_failure("local")
         self._save_state()
@@ -381,20 +397,16 @@ class Guard:
             loop_up=moment.loop_up,
             rollback_target_step=self._history.target_step(incident),
             checkpoint_steps={tier: self._checkpoints.newest_step(tier) for tier in ("local", "shared")},
-            checkpoint_seconds=self._checkpoints.seconds,
+            checkpoint_seconds=self._checkpoints.seconds(),
         )
 
     def _limits(self) -> Limits:
         """How far the coming step's gradient may go: the recipe's clip, and R10's surge where the job may act."""
         max_norm = self._clip.max_norm(self._history.steps_total)
         limit = math.inf if max_norm is None else max_norm
-        if self.config.mode != "auto":
-            return Limits(max_norm=limit)
-        return Limits(
-            max_norm=limit,
-            surge_above=self._monitor.surge_above,
-            surge_clip=min(limit, self._monitor.grad_norm_baseline),
-        )
+        # Where the job may not act by itself, a surge is told and clipped no further than the recipe does.
+        surge_clip = min(limit, self._monitor.grad_norm_baseline) if self.config.mode == "auto" else limit
+        return Limits(max_norm=limit, surge_above=self._monitor.surge_above, surge_clip=surge_clip)
 
     def _count_checkpoint_failure(self, tier: str) -> None:
         self.page.add("train_checkpoint_failures_total", 1.0, tier)

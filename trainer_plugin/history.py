@@ -30,7 +30,10 @@ class History:
             ValueError: the checkpoint does not fit this training loop, or there is none and `resume` is `require`.
         """
         before_step = incident.before_step if incident is not None else _ANY_STEP
-        for target in self._checkpoints.targets(before_step, proven_only=False) if resume != "never" else []:
+        before = self._checkpoints.targets(before_step, proven_only=False)
+        # Better a state that the incident may have touched than none at all: the detectors go on watching it.
+        rest = [target for target in self._checkpoints.targets(_ANY_STEP, proven_only=False) if target not in before]
+        for target in [*before, *rest] if resume != "never" else []:
             try:
                 loaded = self._checkpoints.load(target)
             except OSError as error:
@@ -39,7 +42,11 @@ class History:
             self._state.restore(loaded.snapshot)
             self.steps_total = max(self.steps_total, loaded.snapshot.plain["guard"]["steps_total"])
             self.went_back_to(loaded)
-            why = f"the newest before incident {incident.id}" if incident is not None else "the newest whole one"
+            why = "the newest whole one"
+            if incident is not None:
+                why = (
+                    f"{'the newest before' if target in before else 'none is left from before'} incident {incident.id}"
+                )
             _log.warning("run %s: goes on from step %d (%s tier, %s)", run, self.step, loaded.tier, why)
             return True
         if resume == "require":
@@ -71,6 +78,12 @@ class History:
         if incident is not None:
             proven = min(proven, incident.before_step - 1)
         self._checkpoints.proven_step = max(self._checkpoints.proven_step, proven)
+
+    def suspect(self, incidents: list[Incident]) -> None:
+        """What was saved in an incident is proven by nothing, also when the run has healed since."""
+        self._checkpoints.suspect = [
+            (incident.before_step, incident.healed_step) for incident in incidents if incident.healed_step is not None
+        ]
 
     def target_step(self, incident: Incident | None) -> int:
         """The step that a rollback would go to now, whole in both tiers as far as known; -1 if there is none."""

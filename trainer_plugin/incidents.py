@@ -35,6 +35,7 @@ class Incident(msgspec.Struct, kw_only=True):
     healed: bool = False
     healed_step: int | None = None
     good_steps: int = 0
+    opened_total: int = 0
     signs: dict[str, int] = msgspec.field(default_factory=dict)
     grad_norm_ratio: float | None = None
 

@@ -36,10 +36,13 @@ class Journal:
         self._page.add("train_incidents_total", 1.0, incident.class_)
         self.trail("incident_opened", entry)
 
-    def nonfinite(self, step: int, parameters: list[str]) -> None:
-        """A gradient that is not finite, by the names of its parameters."""
-        _log.warning("step %d: gradient not finite in %s", step, ", ".join(parameters[:10]))
-        self.trail("nonfinite", {"step": step, "parameters": parameters[:100]})
+    def nonfinite(self, step: int, *, gradients: list[str], weights: list[str]) -> None:
+        """What is not finite, by the names of the parameters."""
+        for what, names in (("weights", weights), ("gradient", gradients)):
+            if names:
+                more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+                _log.warning("step %d: %s not finite in %s%s", step, what, ", ".join(names[:10]), more)
+        self.trail("nonfinite", {"step": step, "parameters": gradients[:100], "weights": weights[:100]})
 
     def action(self, decision: Decision, remedy: Remedy, loaded: Loaded | None) -> None:
         """An action and its outcome; `loaded` is what a rollback went back to."""
@@ -57,7 +60,8 @@ class Journal:
     def refusal(self, refusal: Refusal, moment: Moment) -> None:
         """A command or wish that led to no action."""
         self._page.add("train_actions_total", 1.0, refusal.action, refusal.source, refusal.outcome)
-        _log.warning("step %d: no %s: %s, %s", moment.step, refusal.action, refusal.outcome, refusal.detail)
+        words = "would %s" if refusal.outcome == "observed" else "no %s"
+        _log.warning(f"step %d: {words}: %s, %s", moment.step, refusal.action, refusal.outcome, refusal.detail)
         entry = {
             "step": moment.step,
             "steps_total": moment.steps_total,

@@ -9,6 +9,9 @@ from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingS
 from trainer_plugin.recovery import Recovery
 from trainer_plugin.signals import Signals
 
+# A scaler halves its scale at most this often before the first step fits; overflows that go on are a fault.
+_SCALE_SEARCH_STEPS = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readings:
@@ -61,6 +64,8 @@ class Monitor:
         self._loss_robust = Robust("loss", **robust)  # type: ignore[arg-type]
         self._grad_norm_robust = Robust("grad_norm", **robust, log=True, least_ratio=config.loss_ratio)  # type: ignore[arg-type]
         self._recovery = Recovery()
+        self._norm_recovery = Recovery()
+        self._overflow_steps = 0
         self._high_steps = {
             "loss": dict.fromkeys(LOSS_RATIO_LEVELS, 0),
             "grad_norm": dict.fromkeys(GRAD_NORM_RATIO_LEVELS, 0),
@@ -71,7 +76,7 @@ class Monitor:
     def surge_above(self) -> float:
         """The gradient norm above which the next step is a surge (R10); infinite during warm-up."""
         ema = self._grad_norm_ema.ema
-        if ema is None or not self._grad_norm_robust.warm:
+        if ema is None or ema <= 0.0 or not self._grad_norm_robust.warm:
             return math.inf
         return self._config.grad_norm_ratio * ema
 
@@ -85,12 +90,15 @@ class Monitor:
         loss, step = signals.loss, signals.step
         grad_norm = math.nan if signals.grad_norm is None else signals.grad_norm
         overflow = signals.withheld == "amp_overflow"  # The scaler's own business: no verdict, nothing learnt.
+        self._overflow_steps = self._overflow_steps + 1 if overflow else 0
+        stuck = self._overflow_steps > _SCALE_SEARCH_STEPS
         verdicts: list[Verdict | None] = []
         if not math.isfinite(loss):
             verdicts.append(_nonfinite("loss", step, loss))
-        if signals.grad_norm is not None and not math.isfinite(grad_norm) and not overflow:
+        if signals.grad_norm is not None and not math.isfinite(grad_norm) and (stuck or not overflow):
             verdicts.append(_nonfinite("grad_norm", step, grad_norm))
-        self._withheld_steps = self._withheld_steps + 1 if signals.withheld not in (None, "amp_overflow") else 0
+        counts = signals.withheld is not None and (stuck or not overflow)
+        self._withheld_steps = self._withheld_steps + 1 if counts else 0
 
         # Scores and ratios are to the baselines of the steps before, so they are read before anything is learnt.
         ratios = {"loss": self._loss_ema.ratio(loss), "grad_norm": self._grad_norm_ema.ratio(grad_norm)}
@@ -114,6 +122,14 @@ class Monitor:
         learn = settled and unrecovered == 0 and norm_verdict is None
         verdicts.append(self._loss_ema.update(step, loss, learn=learn))
         verdicts.append(self._grad_norm_ema.update(step, grad_norm, learn=learn))
+        # A norm that has changed for good over a calm loss is no fault, and is believed sooner than a loss.
+        away = self._norm_recovery.update(
+            step,
+            left_at=norm_verdict.first_step if norm_verdict else None,
+            inside=scores["grad_norm"] < self._config.robust_score * self._BACK_RATIO,
+        )
+        if away >= self._config.sustained_steps and unrecovered == 0:
+            self._accept_new_norm()
         if unrecovered >= self._config.relearn_steps:
             self._accept_new_level()
         zscore = self._loss_sigma.zscore(loss) if warm else math.nan
@@ -129,11 +145,16 @@ class Monitor:
                 else:
                     counts[level] = 0
 
+    def _accept_new_norm(self) -> None:
+        self._grad_norm_robust.relearn()
+        self._grad_norm_ema.ema = None
+        self._norm_recovery.clear()
+
     def _accept_new_level(self) -> None:
         """R7: what has lasted this long is the run's new level, for better or worse."""
         self._loss_robust.relearn()
-        self._grad_norm_robust.relearn()
-        self._loss_ema.ema = self._grad_norm_ema.ema = None
+        self._loss_ema.ema = None
+        self._accept_new_norm()
         for counts in self._high_steps.values():
             counts.update(dict.fromkeys(counts, 0))
         self._recovery.clear()
@@ -168,6 +189,8 @@ class Monitor:
             "loss_robust": self._loss_robust.state_dict(),
             "grad_norm_robust": self._grad_norm_robust.state_dict(),
             "recovery": self._recovery.state_dict(),
+            "norm_recovery": self._norm_recovery.state_dict(),
+            "overflow_steps": self._overflow_steps,
             "high_steps": {signal: list(counts.values()) for signal, counts in self._high_steps.items()},
             "withheld_steps": self._withheld_steps,
         }
@@ -180,6 +203,8 @@ class Monitor:
         self._loss_robust.load_state_dict(state["loss_robust"])
         self._grad_norm_robust.load_state_dict(state["grad_norm_robust"])
         self._recovery.load_state_dict(state["recovery"])
+        self._norm_recovery.load_state_dict(state["norm_recovery"])
+        self._overflow_steps = state["overflow_steps"]
         for signal, counts in self._high_steps.items():
             counts.update(zip(counts, state["high_steps"][signal], strict=True))
         self._withheld_steps = state["withheld_steps"]

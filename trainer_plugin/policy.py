@@ -12,32 +12,23 @@
 "The job" means mode `auto`: in `observe` it says what it would have done, in `assist` it obeys commands only.
 """
 
-import msgspec
-
 from exporter.commands import Command
-from trainer_plugin.alerts import still_so
+from trainer_plugin.alerts import OWN_SIGNALS, Known, already_over
 from trainer_plugin.budget import BudgetConfig, Rollback, in_vain, overspent
 from trainer_plugin.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
 from trainer_plugin.detectors import Verdict
 from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.monitor import Monitor, Readings
+from trainer_plugin.policy_state import PolicyState
 from trainer_plugin.signals import Signals
 
 # Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
 HEALED_STEPS = 20
 # Updates withheld in a row after which waiting for a better batch is no remedy.
 NO_UPDATES_STEPS = 10
-MAX_FAILURES = 3
+# Two outliers of the gradient norm within so many steps are no chance.
+TAIL_STEPS = 10
 _SURGE = "surge clipped in the same step"
-KEPT_INCIDENTS = 50
-
-
-class PolicyState(msgspec.Struct, kw_only=True):
-    """What the policy remembers. Never rewinds: kept in the run folder, not in the weights' history."""
-
-    incidents: list[Incident] = msgspec.field(default_factory=list)
-    rollbacks: list[Rollback] = msgspec.field(default_factory=list)
-    next_id: int = 1
 
 
 class Policy:
@@ -59,14 +50,22 @@ class Policy:
         self._sustained_steps = sustained_steps
         self._slow_since: float | None = None
         self._surged = False
+        self._tail_step: int | None = None
         self._weights_finite = True
         self._readings: Readings | None = None
 
     @property
     def open_incident(self) -> Incident | None:
         """The incident that is not healed yet, if any."""
-        newest = self.state.incidents[-1] if self.state.incidents else None
-        return newest if newest is not None and not newest.healed else None
+        return self.state.open_incident
+
+    def restarted(self, steps_total: int, *, anew: bool) -> None:
+        """The job has started again, or `anew` from step 0: earlier alerts are over, other weights had other faults."""
+        self.state.undone_until = steps_total
+        if anew:
+            self.state.rollbacks = []
+            if self.open_incident is not None:
+                self.state.incidents = self.state.incidents[:-1]
 
     def observe(
         self, signals: Signals, readings: Readings, verdicts: list[Verdict], *, weights_finite: bool, steps_total: int
@@ -76,8 +75,8 @@ class Policy:
         acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
         changed = []
         incident = self.open_incident
-        if acting and incident is None:
-            incident = self._open(min(verdict.first_step for verdict in acting), signals.step)
+        if acting and incident is None and not self._lone_tail(acting, signals.step):
+            incident = self.state.open(min(verdict.first_step for verdict in acting), signals.step, steps_total)
             changed.append(incident)
         if incident is None:
             return changed
@@ -87,14 +86,15 @@ class Policy:
             incident.lasts()
         if signals.surge and not any(remedy.detail.startswith(_SURGE) for remedy in incident.remedies):
             remedy = Remedy(
-                action="clip", step=signals.step, steps_total=steps_total, source="local", outcome="done",
+                action="clip", step=signals.step, steps_total=steps_total, source="local",
+                outcome="done" if self.mode == "auto" else "observed",
                 detail=f"{_SURGE}, x {signals.clip_coefficient:.3g}",
             )  # fmt: skip
             incident.remedies.append(remedy)
-        good = not acting and readings.loss_unrecovered_steps == 0 and signals.withheld in (None, "amp_overflow")
-        if not good:
+        # A step that was withheld is no good one, but neither does it undo those before it: it reached nothing.
+        if any(verdict.detector != "nonfinite" for verdict in acting) or readings.loss_unrecovered_steps:
             incident.good_steps = 0
-        elif signals.step > incident.first_step:
+        elif not acting and signals.withheld in (None, "amp_overflow") and signals.step > incident.first_step:
             incident.good_steps += 1
         if incident.good_steps >= HEALED_STEPS:
             incident.healed, incident.healed_step = True, signals.step
@@ -102,12 +102,20 @@ class Policy:
             changed.append(incident)
         return changed
 
+    def _lone_tail(self, acting: list[Verdict], step: int) -> bool:
+        """Whether all there is is one gradient norm in the far tail, as every healthy run has some."""
+        alone = all((verdict.detector, verdict.signal) == ("robust", "grad_norm") for verdict in acting)
+        before, self._tail_step = self._tail_step, step
+        return alone and not (before is not None and 0 < step - before <= TAIL_STEPS)
+
     def decide(self, moment: Moment, commands: list[Command]) -> tuple[Decision | None, list[Refusal]]:
         """What to do at this boundary: the oldest command that may be obeyed, else what the job itself would do."""
         refusals: list[Refusal] = []
         decision: Decision | None = None
         for command in commands:
-            answer = self._answer(command, moment) if decision is None else None
+            # Before the first reading after a start or a rollback such an alert cannot be held against one: it waits.
+            ready = command.alert not in OWN_SIGNALS or self._readings is not None
+            answer = self._answer(command, moment) if decision is None and ready else None
             if isinstance(answer, Refusal):
                 refusals.append(answer)
             elif answer is not None:
@@ -140,19 +148,14 @@ class Policy:
                     at_step=moment.step,
                     at_steps_total=moment.steps_total,
                     to_step=to_step,
-                    first_step=decision.incident.first_step,
+                    nearest_step=moment.target_step,
+                    incident=decision.incident.id,
                 )
             )
             decision.incident.good_steps = 0
             # What was read of the steps now undone must not ask for a second rollback before new values arrive.
             self._slow_since, self._readings = None, None
         return remedy
-
-    def _open(self, first_step: int, step: int) -> Incident:
-        incident = Incident(id=self.state.next_id, first_step=first_step, detected_step=step, last_step=step)
-        self.state.next_id += 1
-        self.state.incidents = [*self.state.incidents[-KEPT_INCIDENTS:], incident]
-        return incident
 
     def _answer(self, command: Command, moment: Moment) -> Decision | Refusal:
         """Obey a command, or say why not."""
@@ -166,50 +169,36 @@ class Policy:
             return refuse("observed", "mode is observe")
         incident = self.open_incident
         if command.source == "alert":
-            handled = self._handled(command, moment)
+            known = Known(
+                moment=moment,
+                rollbacks=self.state.rollbacks,
+                undone_until=self.state.undone_until,
+                incident=incident,
+                readings=self._readings,
+                weights_finite=self._weights_finite,
+            )
+            handled = already_over(command, known)
             if handled is not None:
                 return refuse(*handled)
-            if self._cooling(command.action, moment):
+            if self.state.cooling(command.action, moment.steps_total, self._budget.cooldown_steps):
                 return refuse(
                     "refused_cooldown", f"within {self._budget.cooldown_steps} steps of the last {command.action}"
                 )
         if command.action == "rollback":
-            first_step = incident.first_step if incident else (command.step or moment.step)
-            refused = overspent(self._budget, self.state.rollbacks, first_step, moment.now)
+            refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             if refused:
                 return refuse("refused_budget", refused)
         if incident is None and command.action == "note":
             # Evidence for an incident to come is none itself: it must hold no checkpoint back.
             incident = Incident(id=0, first_step=moment.step, detected_step=moment.step, last_step=moment.step)
         elif incident is None:
-            incident = self._open(command.step or moment.step, moment.step)
+            incident = self.state.open(command.step or moment.step, moment.step, moment.steps_total)
             incident.evidence.append(
                 f"step {moment.step}: {command.alert or command.source} asked for {command.action}"
             )
         return self._decision(
             command.action, command.source, command.reason, incident=incident, moment=moment, command=command
         )
-
-    def _handled(self, command: Command, moment: Moment) -> tuple[str, str] | None:
-        """Whether an alert is about something that is over: judged by steps, not by clocks."""
-        last = self.state.rollbacks[-1] if self.state.rollbacks else None
-        if command.steps_total is not None:
-            if command.steps_total > moment.steps_total:
-                return "stale", f"speaks of optimizer step {command.steps_total}, this job has run {moment.steps_total}"
-            if last is not None and command.steps_total <= last.at_steps_total:
-                return "duplicate", f"already handled by the rollback to step {last.to_step}"
-        elif last is not None and (
-            (command.step is not None and moment.step < command.step <= last.at_step)
-            or (command.starts_at is not None and command.starts_at <= last.at)
-        ):
-            return "duplicate", f"about what the rollback to step {last.to_step} has undone"
-        elif command.step is not None and command.step > moment.step:
-            return "stale", f"speaks of step {command.step}, the run is at {moment.step}"
-        if self._readings is not None and not still_so(
-            command.alert, self._readings, weights_finite=self._weights_finite
-        ):
-            return "stale", "no longer so: the job's own reading is back to normal"
-        return None
 
     def _wish(self, moment: Moment) -> Decision | Refusal | None:
         """What the job would do by itself, in the order of the table above."""
@@ -222,35 +211,43 @@ class Policy:
             return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
         if self._surged and not incident.tried("lower_lr"):
             return self._local("lower_lr", "gradient surge", incident, moment)
-        slow = None
-        if readings.loss_unrecovered_steps >= self._sustained_steps:
-            slow = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
-        elif readings.withheld_steps >= NO_UPDATES_STEPS:
-            slow = f"{readings.withheld_steps} updates withheld in a row"
-        if slow is None:
-            self._slow_since = None
-        elif not self._cooling("rollback", moment):
-            self._slow_since = moment.now if self._slow_since is None else self._slow_since
-            waited = moment.now - self._slow_since
-            if not moment.loop_up or waited >= self._actions.alert_grace_seconds or self.mode != "auto":
-                return self._local("rollback", slow, incident, moment)
+        slow = self._slow(readings, moment)
+        if slow is not None:
+            return self._local("rollback", slow, incident, moment)
         finite = any(not sign.startswith("nonfinite:") for sign in incident.signs)
         remedied = any(remedy.action != "note" for remedy in incident.remedies)
         if finite and not remedied and self._actions.clip_max_norm is not None:
             return self._local("clip", "out of the robust band", incident, moment)
         return None
 
+    def _slow(self, readings: Readings, moment: Moment) -> str | None:
+        """Why to roll back, where the alert comes first and has had its time."""
+        if readings.loss_unrecovered_steps >= self._sustained_steps:
+            reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
+        elif readings.withheld_steps >= NO_UPDATES_STEPS:
+            reason = f"{readings.withheld_steps} updates withheld in a row"
+        else:
+            self._slow_since = None
+            return None
+        if self.state.cooling("rollback", moment.steps_total, self._budget.cooldown_steps):
+            return None
+        if self._slow_since is None or moment.now < self._slow_since:  # A clock that was set back begins anew.
+            self._slow_since = moment.now
+        waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
+        return reason if waited or not moment.loop_up or self.mode != "auto" else None
+
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""
         tried = incident.tried(action)
         final = [remedy for remedy in tried if remedy.outcome in ("observed", "refused_budget", "no_target")]
-        if final or sum(remedy.outcome == "failed" for remedy in tried) >= MAX_FAILURES:
+        failures = [remedy.steps_total for remedy in tried if remedy.outcome == "failed"]
+        if final or (failures and moment.steps_total - failures[-1] < self._budget.cooldown_steps):
             return None
         outcome = detail = ""
         if self.mode != "auto":
             outcome, detail = "observed", f"{reason}; mode is {self.mode}"
         elif action == "rollback":
-            detail = overspent(self._budget, self.state.rollbacks, incident.first_step, moment.now)
+            detail = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             outcome = "refused_budget" if detail else ""
         if outcome:
             remedy = Remedy(
@@ -271,7 +268,7 @@ class Policy:
         moment: Moment,
         command: Command | None = None,
     ) -> Decision:
-        again = in_vain(self.state.rollbacks, incident.first_step, moment.now) if action == "rollback" else []
+        again = self._in_vain(incident, moment) if action == "rollback" else []
         return Decision(
             action=action,
             source=source,
@@ -283,12 +280,5 @@ class Policy:
             widen=2 ** len(again),
         )
 
-    def _cooling(self, action: str, moment: Moment) -> bool:
-        """Whether the last remedy of this kind has not had its time yet."""
-        done = [
-            remedy.steps_total
-            for incident in self.state.incidents
-            for remedy in incident.tried(action)
-            if remedy.outcome == "done"
-        ]
-        return bool(done) and moment.steps_total - max(done) < self._budget.cooldown_steps
+    def _in_vain(self, incident: Incident | None, moment: Moment) -> list[Rollback]:
+        return in_vain(self.state.rollbacks, incident.id if incident else 0, moment.target_step, moment.now)

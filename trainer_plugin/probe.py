@@ -88,17 +88,20 @@ class Probe:
 
     def __init__(self, model: nn.Module, *, bitwise: bool = False) -> None:
         self._bitwise = bitwise
+        # All of them: one that is frozen now may be trained later.
         self.parameters: dict[str, nn.Parameter] = {
-            _WRAPPER_PREFIX.sub(r"\1", name).lstrip("."): parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            _WRAPPER_PREFIX.sub(r"\1", name).lstrip("."): parameter for name, parameter in model.named_parameters()
         }
-        if not self.parameters:
+        if not any(parameter.requires_grad for parameter in self.parameters.values()):
             raise ValueError("model has no parameter that requires a gradient")
-        self.layers = tuple(dict.fromkeys(layer_of(name) for name in self.parameters))
-        numbers = {layer: number for number, layer in enumerate(self.layers)}
-        self._layer_numbers = [numbers[layer_of(name)] for name in self.parameters]
-        self._index_cache: dict[tuple[bool, ...], Tensor] = {}
+        # A mask of -inf is what it is; a running mean that becomes NaN is damage.
+        self._finite_buffers = {
+            name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and _is_finite(buffer)
+        }
+        self.layers = tuple(
+            dict.fromkeys(layer_of(name) for name, parameter in self.parameters.items() if parameter.requires_grad)
+        )
+        self._layer_cache: tuple[tuple[bool, ...], tuple[str, ...], Tensor] | None = None
 
     def measure(self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None) -> tuple[Row, Tensor]:
         """Measure the gradients, clip them in place, and return `(row, bad)`, both on the device.
@@ -110,13 +113,12 @@ class Probe:
         both as in `torch.nn.utils.clip_grad_norm_`, so that an unlimited guard changes no bit of a training run.
         """
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        gradients = [_dense(parameter) for parameter in self.parameters.values() if parameter.grad is not None]
         # Detached before anything else: the row must not keep the graph of the forward pass alive.
         loss = loss.detach().float().reshape(())
         if not gradients:
             bad = (~torch.isfinite(loss)).float()
-            nothing = torch.full((3 + len(self.layers),), math.nan, device=loss.device)
-            return Row(torch.cat([loss.reshape(1), nothing]), self.layers), bad
+            return Row(torch.cat([loss.reshape(1), torch.full((3,), math.nan, device=loss.device)]), ()), bad
         tensor_norms = _tensor_norms(gradients, bitwise=self._bitwise)
         norms = torch.stack(tensor_norms)
         total = torch.linalg.vector_norm(norms)
@@ -129,9 +131,10 @@ class Probe:
         loss = loss.to(total.device)
         # Squares of a huge norm need float64, which Apple's GPUs do not have.
         wide = torch.float32 if norms.device.type == "mps" else torch.float64
+        layers, numbers = self._layers_of(present, norms.device)
         layer_norms = (
-            torch.zeros(len(self.layers), device=norms.device, dtype=wide)
-            .index_add_(0, self._layer_index(present, norms.device), norms.to(wide).square())
+            torch.zeros(len(layers), device=norms.device, dtype=wide)
+            .index_add_(0, numbers, norms.to(wide).square())
             .sqrt_()
             .float()
         )
@@ -142,22 +145,26 @@ class Probe:
         coefficient = torch.where(finite, torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0), 1.0)
         if limits != Limits():
             torch._foreach_mul_(gradients, coefficient)
-        scale = torch.ones_like(total) if scale is None else scale.float().reshape(()).to(total.device)
-        values = torch.cat([torch.stack([loss, total, coefficient, scale]), layer_norms])
+        scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
+        values = torch.cat([torch.stack([v.float() for v in (loss, total, coefficient, scale)]), layer_norms])
         names = itertools.compress(self.parameters, present)
-        return Row(values, self.layers, dict(zip(names, tensor_norms, strict=True))), (~finite).float()
+        return Row(values, layers, dict(zip(names, tensor_norms, strict=True))), (~finite).float()
 
-    def weights_finite(self) -> bool:
-        """Whether every weight is finite. Reads the host: only when the loss or a gradient already is not."""
-        return all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters.values())
+    def nonfinite_weights(self) -> list[str]:
+        """Names of the weights, and of buffers that were finite, that hold a NaN or Inf.
 
-    def _layer_index(self, present: tuple[bool, ...], device: torch.device) -> Tensor:
-        index = self._index_cache.get(present)
-        if index is None or index.device != device:
-            numbers = [number for number, here in zip(self._layer_numbers, present, strict=True) if here]
-            index = torch.tensor(numbers, device=device)
-            self._index_cache = {present: index}
-        return index
+        Reads the host: only when the loss or a gradient already is not finite.
+        """
+        held = {**self.parameters, **self._finite_buffers}
+        return [name for name, tensor in held.items() if not _is_finite(tensor)]
+
+    def _layers_of(self, present: tuple[bool, ...], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
+        """The layers that have a gradient in this step, and for each gradient the number of its layer."""
+        if self._layer_cache is None or self._layer_cache[0] != present or self._layer_cache[2].device != device:
+            names = [layer_of(name) for name in itertools.compress(self.parameters, present)]
+            layers = tuple(dict.fromkeys(names))
+            self._layer_cache = present, layers, torch.tensor([layers.index(name) for name in names], device=device)
+        return self._layer_cache[1:]
 
 
 def layer_of(parameter_name: str) -> str:
@@ -167,6 +174,22 @@ def layer_of(parameter_name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: place + 1])
     return ".".join(parts[:-1]) or parts[0]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """The values of a parameter's gradient; a sparse one is coalesced first, since its values may repeat a place."""
+    gradient = parameter.grad
+    if gradient is None:
+        raise ValueError("a gradient is wanted")
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    values: Tensor = parameter.grad._values()  # noqa: SLF001 - `values()` of a coalesced tensor is a copy-free view too, but not to be written
+    return values
 
 
 def _tensor_norms(gradients: list[Tensor], *, bitwise: bool) -> list[Tensor]:

@@ -16,7 +16,7 @@ from exporter.runs import RunFolder, write_atomically
 from trainer_plugin.checkpoints import Lineage
 from trainer_plugin.data import Quarantine
 from trainer_plugin.learning_rate import LrState
-from trainer_plugin.policy import PolicyState
+from trainer_plugin.policy_state import PolicyState
 
 _log = logging.getLogger(__name__)
 SCHEMA = 1

@@ -22,10 +22,14 @@ Moments = Literal["restore", "reset", "keep"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The rewinding state of one step: CPU tensors by name, and everything else as plain values."""
+    """The rewinding state of one step: CPU tensors by name, and everything else as plain values.
+
+    `unjudged` are the tensors that need not be finite: buffers that never were, such as a mask of -inf.
+    """
 
     tensors: dict[str, Tensor]
     plain: dict[str, Any] = field(default_factory=dict)
+    unjudged: frozenset[str] = frozenset()
 
 
 class TrainingState:
@@ -45,6 +49,11 @@ class TrainingState:
         self._scheduler = scheduler
         self._scaler = scaler
         self._data = data
+        self._unjudged = frozenset(
+            f"model/{name}"
+            for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all())
+        )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names: list[list[list[str]]] = []
         for number, optimizer in enumerate(optimizers):
@@ -90,7 +99,7 @@ class TrainingState:
             "rng": _rng_state(),
             "guard": guard,
         }
-        return Snapshot(tensors=tensors, plain=_plain(plain))
+        return Snapshot(tensors=tensors, plain=_plain(plain), unjudged=self._unjudged)
 
     def mismatches(self, snapshot: Snapshot) -> list[str]:
         """What of a snapshot does not fit this training loop, by name; empty when it can be restored."""
@@ -114,8 +123,10 @@ class TrainingState:
                 problems.append(f"optimizer {number} has other parameters in its groups than the checkpoint")
         for part in ("scheduler", "scaler"):
             if (snapshot.plain[part] is None) != (getattr(self, f"_{part}") is None):
-                where = "the checkpoint" if snapshot.plain[part] is None else "this loop"
-                problems.append(f"{where} has no {part}, the other has")
+                has, lacks = ("this loop", "the checkpoint")
+                if getattr(self, f"_{part}") is None:
+                    has, lacks = lacks, has
+                problems.append(f"{has} has a {part}, {lacks} has none")
         return problems
 
     def restore(self, snapshot: Snapshot, *, moments: Moments = "restore") -> None:

@@ -75,6 +75,8 @@ class StepReader:
             loss, sample_ids = mean if loss is None else loss, [*ids, *sample_ids]
         if loss is None:
             raise ValueError("before_optimizer needs a loss, or a micro_step before it")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"before_optimizer needs the step's loss as a tensor of one element, found {_kind(loss)}")
         scale = None
         if self._scaler is not None:
             self._unscale()
@@ -139,3 +141,7 @@ class StepReader:
             except RuntimeError as error:
                 if "already been called" not in str(error):
                     raise
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

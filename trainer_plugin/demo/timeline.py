@@ -129,4 +129,5 @@ class Timeline:
             text = f"{entry['action']} asked by {asked}: {entry['outcome']}, {entry['detail']}"
             self.tell("refused", text, step=step)
         elif kind == "nonfinite":
-            self.tell("nonfinite", f"gradient of {', '.join(entry['parameters'][:3])}", step=step)
+            what, names = ("weights", entry["weights"]) if entry["weights"] else ("gradient", entry["parameters"])
+            self.tell("nonfinite", f"{what} of {', '.join(names[:3])}", step=step)

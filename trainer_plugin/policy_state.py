@@ -1,0 +1,42 @@
+"""What the policy remembers: incidents and rollbacks. It never rewinds: it is kept in the run folder."""
+
+import msgspec
+
+from trainer_plugin.budget import Rollback
+from trainer_plugin.incidents import Incident
+
+KEPT_INCIDENTS = 50
+
+
+class PolicyState(msgspec.Struct, kw_only=True):
+    """`undone_until` is the number of optimizer steps run when the job last started."""
+
+    incidents: list[Incident] = msgspec.field(default_factory=list)
+    rollbacks: list[Rollback] = msgspec.field(default_factory=list)
+    next_id: int = 1
+    undone_until: int = 0
+
+    @property
+    def open_incident(self) -> Incident | None:
+        """The incident that is not healed yet, if any."""
+        newest = self.incidents[-1] if self.incidents else None
+        return newest if newest is not None and not newest.healed else None
+
+    def open(self, first_step: int, step: int, steps_total: int) -> Incident:
+        """A new incident, detected at `step`; the oldest are let go."""
+        incident = Incident(
+            id=self.next_id, first_step=first_step, detected_step=step, last_step=step, opened_total=steps_total
+        )
+        self.next_id += 1
+        self.incidents = [*self.incidents[-KEPT_INCIDENTS:], incident]
+        return incident
+
+    def cooling(self, action: str, steps_total: int, cooldown_steps: int) -> bool:
+        """Whether the last remedy of this kind has not had its time yet."""
+        done = [
+            remedy.steps_total
+            for incident in self.incidents
+            for remedy in incident.tried(action)
+            if remedy.outcome == "done"
+        ]
+        return bool(done) and steps_total - max(done) < cooldown_steps
