@@ -146,3 +146,66 @@ def test_a_lost_run_folder_is_made_good_from_the_newest_checkpoint(make_guard, t
     assert again.guard._data.quarantine == quarantine
     assert again.guard._checkpoints.lineage.began_at == [*began_at, 60]
     assert len((tmp_path / "runs/tiny/quarantine.jsonl").read_text().splitlines()) == len(quarantine)
+
+
+def test_what_a_loop_leaves_out_is_said_once(make_guard, caplog):
+    """No before_optimizer, no next_batch, a scheduler that was not given: one line each, soon after the start."""
+    job = adamw_job(scheduled=True)
+    job.scheduler, scheduler = None, job.scheduler
+    guard = make_guard(job).guard
+    for _ in range(6):
+        job.optimizer.step()
+        scheduler.step()
+        guard.end_step()
+    for words in ("before_optimizer is not called", "next_batch is not called", "a scheduler steps the learning rate"):
+        assert caplog.text.count(words) == 1
+
+
+def test_a_loop_that_leaves_nothing_out_hears_nothing(make_guard, caplog):
+    """The plain loop of the README is not warned of anything."""
+    make_guard(adamw_job(scheduled=True)).run(6)
+    assert "not called" not in caplog.text
+    assert "was not given" not in caplog.text
+
+
+def test_tiers_that_are_one_folder_are_refused(make_guard, tmp_path):
+    """A link from one tier to the other would have each save destroy itself: told at the start."""
+    (tmp_path / "local").mkdir()
+    (tmp_path / "shared").symlink_to(tmp_path / "local")
+    with pytest.raises(ValueError, match="must be two folders"):
+        make_guard()
+
+
+def test_a_mask_of_minus_infinity_is_no_damage(make_guard):
+    """A buffer that holds -inf from the start keeps no checkpoint from being a target; one that becomes NaN does."""
+    job = adamw_job()
+    job.model.register_buffer("mask", torch.full((3,), -torch.inf))
+    job.model.register_buffer("mean", torch.zeros(3))
+    make_guard(job).run(20)
+    assert [m.step for m in job.guard._checkpoints.targets(100, proven_only=False)] == [20, 10]
+    job.model.mean.fill_(torch.nan)
+    job.run(30)
+    assert [m.step for m in job.guard._checkpoints.targets(100, proven_only=False)] == [20, 10]
+
+
+def test_a_dead_local_tier_leaves_the_shared_one_going(make_guard, tmp_path):
+    """With a file in the place of the local folder checkpoints go to the shared one, also over a restart."""
+    job = make_guard()
+    job.run(10)
+    shutil.rmtree(tmp_path / "local")
+    (tmp_path / "local").touch()
+    job.run(30)
+    assert next(m.step for m in job.guard._checkpoints.targets(100, proven_only=False)) == 30
+    job.guard.close()
+    again = make_guard()
+    assert again.guard.step == 30
+
+
+def test_a_restart_never_throws_whole_checkpoints_away(make_guard):
+    """With an open incident that is older than every checkpoint, the newest is taken, not step 0."""
+    job = make_guard()
+    job.run(40)
+    incident = job.guard._policy.state.open(5, 5, 5)
+    assert incident is job.guard._policy.open_incident
+    job.guard.close()
+    assert make_guard().guard.step == 40

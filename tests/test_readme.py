@@ -57,6 +57,9 @@ def test_the_commands_exist(tmp_path):
         elif "files" in words:
             subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, check=True, capture_output=True)
             assert (tmp_path / "monitoring/alert_rules/training.yml").exists()
+        elif words[0].startswith("prometheus"):
+            (option,) = [word for word in words if word.startswith("--config.file=")]
+            assert (ROOT / "alert_rules" / Path(option).name).exists()
         else:
             told = subprocess.run(
                 [sys.executable, *words[1:3], "--help"], check=True, capture_output=True, text=True

@@ -1,5 +1,6 @@
 """The Guard: it stands in a training loop at two places, before the optimizer and at the end of a step."""
 
+import atexit
 import logging
 import math
 import time
@@ -38,9 +39,17 @@ from trainer_plugin.stop_signals import StopSignals
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
+_SETTLED_STEPS = 3
 _WRITER_SECONDS = 60.0
 # The guards of this process by run folder: a second one takes the first one's place.
 _guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A loop that ends without `close` leaves no target and no lock behind."""
+    for guard in list(_guards.values()):
+        guard.close()
 
 
 class Guard:
@@ -104,6 +113,9 @@ class Guard:
             undo.callback(self._folder.lock.release)
             self._open(optimizers, scheduler, scaler, resume, undo)
             undo.pop_all()
+        self._optimizers, self._scheduled = optimizers, scheduler is not None
+        self._first_total = self._history.steps_total
+        self._first_position = self._data.position if self._data is not None else 0
         self._data_wait_seconds = 0.0
         self._step_began = time.perf_counter()
         _guards[self._folder.path.absolute()] = self
@@ -253,6 +265,8 @@ class Guard:
     def _judge(self, moment: Moment) -> None:
         """Read the steps that have arrived, let the detectors judge them, and keep what changed."""
         self._shows.clear()
+        if moment.steps_total == self._first_total + _SETTLED_STEPS:
+            self._warn_of_forgotten()
         now = time.perf_counter()
         step_seconds, self._step_began = now - self._step_began, now
         for signals in self._reader.arrived(
@@ -278,6 +292,18 @@ class Guard:
                 self.page.add("train_actions_total", 1.0, "clip", "local", outcome)
             if self._on_signals is not None:
                 self._attempt(self._on_signals, signals)
+
+    def _warn_of_forgotten(self) -> None:
+        """What a loop leaves out is silent by nature: said once, a few steps after the start."""
+        run = self.config.run
+        if self._reader.measured == 0:
+            _log.warning("run %s: before_optimizer is not called: nothing is measured, clipped or shielded", run)
+        if self._data is not None and self._data.position == self._first_position:
+            _log.warning("run %s: next_batch is not called: the data that was given will not go back", run)
+        if not self._scheduled and any(
+            hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self._optimizers
+        ):
+            _log.warning("run %s: a scheduler steps the learning rate and was not given: it will not go back", run)
 
     def _act(self, moment: Moment) -> None:
         """Obey, else save: a boundary that has just gone back must not save too."""

@@ -50,6 +50,7 @@ class StepReader:
         self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
         self.nonfinite_parameters: list[str] = []
+        self.measured = 0
         # On an accelerator the values of a step are read at the next boundary, when they have long arrived.
         self._lag_steps = 1 if any(p.is_cuda for p in probe.parameters.values()) else 0
 
@@ -92,6 +93,7 @@ class StepReader:
             loss_mean=self.accumulation.mean,
         )
         self._taken.append(taken)
+        self.measured += 1
 
     def arrived(self, *, step_seconds: float, data_wait_seconds: float, data_position: int | None) -> Iterator[Signals]:
         """The signals of the steps whose values are due; `nonfinite_parameters` goes with the one yielded last."""

@@ -141,6 +141,8 @@ def _config(path: Path | None, out: Path) -> Config:
 
 def _make_folder(out: Path) -> None:
     """Make the demo's folder, which must be new or empty."""
+    if any(sign in str(out) for sign in "*?[]"):
+        raise ValueError(f"--out must hold none of * ? [ ], which Prometheus reads as patterns, found {out}")
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK | os.X_OK):
         raise PermissionError(f"--out {out} cannot be written")
