@@ -13,7 +13,7 @@ APT := apt-get -qq -o Dir::State::lists=$(CURDIR)/.tools/apt/lists -o Dir::Cache
 	-o APT::Sandbox::User=root
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format venv tools unpack-tools clean
+.PHONY: help demo test check bench format venv tools unpack-tools clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -29,6 +29,9 @@ check: venv ## style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+bench: venv ## what the guard costs; for a quiet machine, results go to tests/bench/LOG.md
+	$(BIN)/python tests/bench/overhead.py
 
 format: venv ## rewrite the code in the house style
 	$(BIN)/ruff check --fix-only --quiet
