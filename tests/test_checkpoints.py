@@ -10,6 +10,7 @@ from training import snapshot
 
 from trainer_plugin import manifest
 from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig, Lineage
+from trainer_plugin.state import Snapshot
 
 
 @pytest.fixture
@@ -282,3 +283,22 @@ def test_settings_that_cannot_be_are_refused(options, message):
     """Bad options are told by name."""
     with pytest.raises(ValueError, match=message):
         CheckpointsConfig(**options)
+
+
+def test_what_was_saved_in_a_healed_incident_is_no_target(make):
+    """A checkpoint inside an incident's steps is passed over, however long ago the run has healed."""
+    checkpoints = make()
+    save(checkpoints, 50, 100)
+    checkpoints.suspect = [(97, 130)]
+    assert [m.step for m in checkpoints.targets(200)] == [50]
+    assert [m.step for m in checkpoints.targets(200, proven_only=False)] == [100, 50]
+
+
+def test_a_failed_save_leaves_nothing_behind(make, failures, tmp_path):
+    """A snapshot that cannot be written is counted in both tiers, and its half-made folders are gone."""
+    checkpoints = make()
+    broken = Snapshot(tensors={}, plain={"odd": object()})
+    assert checkpoints.save(broken, 10)
+    assert checkpoints.wait(8.0)
+    assert failures == ["local", "shared"]
+    assert [list((tmp_path / tier / "tiny").iterdir()) for tier in ("local", "shared")] == [[], []]
