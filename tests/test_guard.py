@@ -22,8 +22,8 @@ def actions(job, action: str, outcome: str = "done", source: str = "local") -> f
 
 def trail(job, kind: str) -> list[dict]:
     """The lines of one kind in the run's trail."""
-    job.guard._loop.flush(5.0)
-    lines = (job.guard._folder.path / "incidents.jsonl").read_bytes().splitlines()
+    job.guard._parts.loop.flush(5.0)
+    lines = (job.guard._parts.folder.path / "incidents.jsonl").read_bytes().splitlines()
     return [line for line in map(msgspec.json.decode, lines) if line["kind"] == kind]
 
 
@@ -46,7 +46,7 @@ def test_a_ruined_run_goes_back_before_the_damage(make_guard):
     assert page.value("train_rollback_lost_steps_total") == remedy["step"] - 60
     assert page.value("train_steps_total") == remedy["steps_total"] == len(job.used)
     assert page.value("train_incident_open") == 1.0
-    (entry,) = job.guard._data.quarantine
+    (entry,) = job.guard._parts.data.quarantine
     assert entry.first <= 60 < entry.last
 
     used, rates = len(job.used), len(job.rates)
@@ -65,14 +65,14 @@ def test_quarantine_and_lowered_rate_outlive_a_restart(make_guard):
     job.step(spoil_weights)
     job.step()
     assert actions(job, "rollback") == 1
-    (entry,) = job.guard._data.quarantine
+    (entry,) = job.guard._parts.data.quarantine
     steps_total = len(job.used)
     job.guard.close()
 
     job = make_guard(adamw_job(seed=9))
     job.watch_rates()
     assert job.guard.step == 20
-    assert job.guard._data.quarantine == [entry]
+    assert job.guard._parts.data.quarantine == [entry]
     job.run(24)
     assert job.rates == [0.005] * 4
     assert not [position for position in job.used if entry.first <= position <= entry.last]
@@ -130,16 +130,16 @@ def test_weights_that_are_not_finite_go_back_at_once(make_guard):
     """NaN weights are rolled back at the end of the very step that shows them."""
     job = make_guard()
     job.run(20)
-    good, baselines = job.weights(), repr(job.guard._monitor.state_dict())
+    good, baselines = job.weights(), repr(job.guard._parts.monitor.state_dict())
     job.run(25)
     spoil_weights(job.model)
     job.step()
     assert job.guard.step == 20
     assert equal(job.weights(), good)
-    assert repr(job.guard._monitor.state_dict()) == baselines
+    assert repr(job.guard._parts.monitor.state_dict()) == baselines
     assert job.guard.page.value("train_nonfinite_total", "weight") == 1
     assert actions(job, "rollback") == 1
-    newest = job.guard._checkpoints.targets(1 << 62, proven_only=False)[0]
+    newest = job.guard._parts.checkpoints.targets(1 << 62, proven_only=False)[0]
     assert (newest.step, newest.branch) == (20, 1)  # The boundary that went back has not saved as well.
     job.run(50)
     assert all(weight.isfinite().all() for weight in job.weights())
@@ -164,7 +164,7 @@ def test_a06_a_rollback_does_not_undo_the_lowered_rate(make_guard, stacking, sec
         assert job.rates[-1] == gauge[-1]
     assert gauge == pytest.approx([1e-4, second])
     assert actions(job, "rollback") == 2
-    assert len(job.guard._policy.state.incidents) == 1
+    assert len(job.guard._parts.policy.state.incidents) == 1
     assert job.guard.step == 21
 
 
@@ -189,7 +189,7 @@ def test_c22_checkpoints_of_a_dead_run_are_never_gone_back_to(make_guard):
     spoil_weights(job.model)
     job.run(52)
     assert actions(job, "rollback", "refused_budget") == 1
-    assert [target.step for target in job.guard._checkpoints.targets(1 << 62, proven_only=False)] == [20, 10]
+    assert [target.step for target in job.guard._parts.checkpoints.targets(1 << 62, proven_only=False)] == [20, 10]
     assert job.guard.page.value("train_rollback_target_step") in {10, 20}
 
 
@@ -200,13 +200,13 @@ def test_a_command_is_obeyed_at_a_boundary(make_guard, action, outcome):
     """A command from the inbox is taken at the end of a step, once, and has its record."""
     job = make_guard()
     job.run(25)
-    inbox = job.guard._folder.inbox
+    inbox = job.guard._parts.folder.inbox
     inbox.put(Command(id="a1", run="tiny", action=action, source="operator", received=1.0))
-    wait_for(job.guard._loop.commands)
+    wait_for(job.guard._parts.loop.commands)
     assert actions(job, action, outcome, "operator") == 0
     job.step()
     job.run(30)
-    job.guard._loop.flush(5.0)
+    job.guard._parts.loop.flush(5.0)
     (record,) = inbox.records()
     assert (record.outcome, record.at_step) == (outcome, 26)
     assert actions(job, action, outcome, "operator") == 1
@@ -290,7 +290,7 @@ def test_a_list_of_two_optimizers_is_one_run(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
         guard.end_step()
-        guard._checkpoints.wait()
+        guard._parts.checkpoints.wait()
 
     def moments() -> list[torch.Tensor]:
         return [
@@ -311,7 +311,7 @@ def test_a_list_of_two_optimizers_is_one_run(tmp_path):
     assert equal(good[0], list(model.parameters()))
     assert equal(good[1], moments())
     step()
-    assert guard._learning_rate.effective() == (0.005, 0.005)
+    assert guard._parts.learning_rate.effective() == (0.005, 0.005)
     assert not equal(good[1], moments())
     guard.close()
 

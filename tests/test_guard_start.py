@@ -63,7 +63,7 @@ def test_never_begins_anew_and_leaves_the_old_weights_alone(make_guard):
     job = make_guard(adamw_job(seed=5), resume="never")
     assert job.guard.step == 0
     job.run(6)
-    assert job.guard._checkpoints.targets(1 << 62, proven_only=False) == []
+    assert job.guard._parts.checkpoints.targets(1 << 62, proven_only=False) == []
     job.run(13)
     job.guard.close()
     assert make_guard().guard.step == 10
@@ -89,7 +89,7 @@ def test_a_job_that_died_in_an_incident_goes_on_before_it(make_guard, caplog):
     job.run(27)
     kick(job)
     job.run(31)
-    assert job.guard._checkpoints.targets(1 << 62, proven_only=False)[0].step == 30
+    assert job.guard._parts.checkpoints.targets(1 << 62, proven_only=False)[0].step == 30
     job.guard.close()
     assert make_guard().guard.step == 20
     assert "goes on from step 20 (local tier, the newest before incident 1)" in caplog.text
@@ -133,8 +133,8 @@ def test_a_lost_run_folder_is_made_good_from_the_newest_checkpoint(make_guard, t
     job.run(30)
     kick(job)
     job.run(60)
-    (rollback,) = job.guard._policy.state.rollbacks
-    quarantine, began_at = list(job.guard._data.quarantine), list(job.guard._checkpoints.lineage.began_at)
+    (rollback,) = job.guard._parts.policy.state.rollbacks
+    quarantine, began_at = list(job.guard._parts.data.quarantine), list(job.guard._parts.checkpoints.lineage.began_at)
     assert quarantine
     job.guard.close()
     shutil.rmtree(tmp_path / "runs" / "tiny")
@@ -142,9 +142,9 @@ def test_a_lost_run_folder_is_made_good_from_the_newest_checkpoint(make_guard, t
     again = make_guard()
 
     assert again.guard.step == 60
-    assert again.guard._policy.state.rollbacks == [rollback]
-    assert again.guard._data.quarantine == quarantine
-    assert again.guard._checkpoints.lineage.began_at == [*began_at, 60]
+    assert again.guard._parts.policy.state.rollbacks == [rollback]
+    assert again.guard._parts.data.quarantine == quarantine
+    assert again.guard._parts.checkpoints.lineage.began_at == [*began_at, 60]
     assert len((tmp_path / "runs/tiny/quarantine.jsonl").read_text().splitlines()) == len(quarantine)
 
 
@@ -182,10 +182,10 @@ def test_a_mask_of_minus_infinity_is_no_damage(make_guard):
     job.model.register_buffer("mask", torch.full((3,), -torch.inf))
     job.model.register_buffer("mean", torch.zeros(3))
     make_guard(job).run(20)
-    assert [m.step for m in job.guard._checkpoints.targets(100, proven_only=False)] == [20, 10]
+    assert [m.step for m in job.guard._parts.checkpoints.targets(100, proven_only=False)] == [20, 10]
     job.model.mean.fill_(torch.nan)
     job.run(30)
-    assert [m.step for m in job.guard._checkpoints.targets(100, proven_only=False)] == [20, 10]
+    assert [m.step for m in job.guard._parts.checkpoints.targets(100, proven_only=False)] == [20, 10]
 
 
 def test_a_dead_local_tier_leaves_the_shared_one_going(make_guard, tmp_path):
@@ -195,7 +195,7 @@ def test_a_dead_local_tier_leaves_the_shared_one_going(make_guard, tmp_path):
     shutil.rmtree(tmp_path / "local")
     (tmp_path / "local").touch()
     job.run(30)
-    assert next(m.step for m in job.guard._checkpoints.targets(100, proven_only=False)) == 30
+    assert next(m.step for m in job.guard._parts.checkpoints.targets(100, proven_only=False)) == 30
     job.guard.close()
     again = make_guard()
     assert again.guard.step == 30
@@ -205,7 +205,7 @@ def test_a_restart_never_throws_whole_checkpoints_away(make_guard):
     """With an open incident that is older than every checkpoint, the newest is taken, not step 0."""
     job = make_guard()
     job.run(40)
-    incident = job.guard._policy.state.open(5, 5, 5)
-    assert incident is job.guard._policy.open_incident
+    incident = job.guard._parts.policy.state.open(5, 5, 5)
+    assert incident is job.guard._parts.policy.open_incident
     job.guard.close()
     assert make_guard().guard.step == 40

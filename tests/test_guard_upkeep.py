@@ -63,7 +63,7 @@ def test_a_full_disk_stops_nothing(make_guard, tmp_path):
     job.run(20)
     good = job.weights()
     job.run(25)
-    job.guard._loop.flush(5.0)
+    job.guard._parts.loop.flush(5.0)
     (tmp_path / "runs" / "tiny").rename(tmp_path / "away")
     (tmp_path / "runs" / "tiny").touch()
     spoil_weights(job.model)
@@ -171,8 +171,8 @@ def test_the_alert_has_its_grace_while_the_outer_loop_is_up(make_guard, clock):
     """With heartbeats arriving the job's own slow verdict waits 30 s for a command; without them it acts at once."""
     job = make_guard(clock=clock, local_only=False)
     job.run(30)
-    job.guard._folder.outer.beat(1.0)
-    wait_for(lambda: job.guard._loop.up)
+    job.guard._parts.folder.outer.beat(1.0)
+    wait_for(lambda: job.guard._parts.loop.up)
 
     def no_update(model):
         model[0].weight.grad[0, 0] = math.nan
@@ -193,11 +193,11 @@ def test_an_alerts_command_makes_the_job_wait_no_longer(make_guard, clock):
     command = Command(
         id="a1", run="tiny", action="rollback", source="alert", received=1.0, alert="Own", step=25, steps_total=25
     )
-    inbox = job.guard._folder.inbox
+    inbox = job.guard._parts.folder.inbox
     for name in ("a1", "a2"):
         inbox.put(Command(**{key: getattr(command, key) for key in command.__struct_fields__} | {"id": name}))
-    wait_for(lambda: len(job.guard._loop.commands()) == 2)
+    wait_for(lambda: len(job.guard._parts.loop.commands()) == 2)
     job.step()
     job.step()
-    job.guard._loop.flush(5.0)
+    job.guard._parts.loop.flush(5.0)
     assert {record.command.id: record.outcome for record in inbox.records()} == {"a1": "done", "a2": "duplicate"}

@@ -227,7 +227,7 @@ def weights_after(steps: int, tmp_path: Path, name: str, *, stack: Stack | None,
 
     def on_start(guard):
         nonlocal model
-        model = guard._state._model
+        model = guard._parts.state._model
 
     def on_step(step, _loss):
         if step in kills:

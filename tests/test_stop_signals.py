@@ -18,7 +18,7 @@ def test_a_signal_saves_at_the_next_boundary_and_stops(make_guard, sent):
     assert not job.guard.stopping
     job.run(30)
     assert (job.guard.step, job.guard.stopping) == (4, True)
-    assert [m.step for m in job.guard._checkpoints.newest_first()] == [4]
+    assert [m.step for m in job.guard._parts.checkpoints.newest_first()] == [4]
     before = signal.getsignal(sent)
     job.guard.close()
     assert signal.getsignal(sent) != before

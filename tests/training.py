@@ -111,7 +111,7 @@ class Job:
     def step(self, damage: Callable[[nn.Module], None] | None = None) -> float:
         """One step of the plain loop; `damage` is done to the model once its gradients are there."""
         batch = self.guard.next_batch()
-        self.used.append(self.guard._data.position - 1)
+        self.used.append(self.guard._parts.data.position - 1)
         loss = nn.functional.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
         loss.backward()
         if damage is not None:
@@ -122,7 +122,7 @@ class Job:
             self.scheduler.step()
         self.optimizer.zero_grad()
         self.guard.end_step()
-        self.guard._checkpoints.wait()  # A step here is quicker than a disk.
+        self.guard._parts.checkpoints.wait()  # A step here is quicker than a disk.
         return loss.item()
 
     def run(self, until: int) -> None:

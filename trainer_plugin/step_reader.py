@@ -55,6 +55,11 @@ class StepReader:
         self._lag_steps = 1 if any(p.is_cuda for p in probe.parameters.values()) else 0
 
     @property
+    def scaled(self) -> bool:
+        """Whether AMP scales the loss."""
+        return self._scaler is not None
+
+    @property
     def shield_kind(self) -> str:
         """How a bad step is withheld: `found_inf` (on the device), `hook` (by a host read) or `off`."""
         if not self._shielded:

@@ -84,7 +84,7 @@ def bench_before_optimizer(millions: int, pairs: int) -> str:
 
         def ours() -> None:
             guard.before_optimizer(step_loss)
-            guard._reader.forget()
+            guard._parts.reader.forget()
 
         times = paired(ours, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), pairs)
         guard.close()

@@ -1,0 +1,215 @@
+"""The parts of a guard: made together at the start, or not at all, and closed together."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_plugin.actions import Actions, ClipLimit
+from trainer_plugin.checkpoints import Checkpoints
+from trainer_plugin.config import Config
+from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.data import Data
+from trainer_plugin.endpoint import Endpoint
+from trainer_plugin.errors import Errors
+from trainer_plugin.history import History, Resume, lasting_copy
+from trainer_plugin.journal import Journal
+from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.monitor import Monitor
+from trainer_plugin.policy import Policy
+from trainer_plugin.probe import Probe
+from trainer_plugin.run_folder import JobFolder, RunState
+from trainer_plugin.schedule import Schedule
+from trainer_plugin.state import TrainingState, encode_plain
+from trainer_plugin.step_reader import StepReader
+from trainer_plugin.stop_signals import StopSignals
+
+_log = logging.getLogger(__name__)
+_WRITER_SECONDS = 60.0
+
+
+class Parts:
+    """Everything that works on one run, by name. `take_folder` makes and locks the run's folder.
+
+    Raises:
+        ValueError: the model or a state cannot be used; in one line.
+        OSError: a folder cannot be made or written.
+        RunInUseError: another job runs in the run's folder.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        scheduler: Any,  # noqa: ANN401 - anything with state_dict and load_state_dict
+        scaler: Any,  # noqa: ANN401 - a GradScaler of any device
+        data: Data | None,
+        resume: Resume,
+        take_folder: Callable[[Config], JobFolder],
+    ) -> None:
+        self.config = config
+        # What is wrong with the training loop is told before anything is made.
+        self.probe = Probe(model, bitwise=config.mode == "observe")
+        self.data = data
+        self.state = TrainingState(model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=data)
+        encode_plain(self.state.capture({}).plain)
+
+        self.folder = take_folder(config)
+        with ExitStack() as undo:
+            undo.callback(self.folder.lock.release)
+            self._open_state()
+            self._open_reader(optimizers, scheduler, scaler, undo)
+            self._resume(resume)
+            self._open_endpoint(undo)
+            undo.pop_all()
+        self.save_state()
+
+    def _open_state(self) -> None:
+        """What has to be remembered, and who decides by it."""
+        config = self.config
+        self.checkpoints = Checkpoints(config.checkpoints, config.run, on_failure=self.count_checkpoint_failure)
+        self.checkpoints.open()
+        self._run_state = self.folder.state or self._recovered_state()
+        state = self._run_state
+        self.checkpoints.lineage, self.checkpoints.proven_step = state.lineage, state.proven_step
+        self.monitor = Monitor(config.detection)
+        self.history = History(self.checkpoints, self.state, self.monitor, steps_total=state.steps_total)
+        self.clip = ClipLimit(config.actions, tight_until=state.clip_until)
+        if self.data is not None:
+            self.data.quarantine = list(self.folder.quarantine)  # The folder keeps a list of its own.
+        self.policy = Policy(
+            mode=config.mode,
+            actions=config.actions,
+            budget=config.budget,
+            sustained_steps=config.detection.sustained_steps,
+            state=state.policy,
+        )
+
+    def _open_reader(
+        self,
+        optimizers: list[Optimizer],
+        scheduler: Any,  # noqa: ANN401
+        scaler: Any,  # noqa: ANN401
+        undo: ExitStack,
+    ) -> None:
+        """What stands in the training step, and what acts on it."""
+        config = self.config
+        self.learning_rate = LrFactor(optimizers, state=self._run_state.learning_rate)
+        undo.callback(self.learning_rate.remove)
+        self.actions = Actions(
+            config.actions,
+            lr_floor=config.budget.lr_floor,
+            clip=self.clip,
+            learning_rate=self.learning_rate,
+            checkpoints=self.checkpoints,
+            state=self.state,
+            data=self.data,
+        )
+        self.reader = StepReader(
+            self.probe, optimizers, self.learning_rate, scaler=scaler, shielded=config.mode == "auto"
+        )
+        undo.callback(self.reader.remove)
+        follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
+        self.schedule = Schedule(scheduler if follows else None, optimizers)
+
+    def _resume(self, resume: Resume) -> None:
+        run, history = self.config.run, self.history
+        anew = not history.resume(resume, self.policy.open_incident, run)
+        self.policy.restarted(history.steps_total, anew=anew)
+        if not anew and self.data is not None and not self.data.rewindable:
+            _log.warning("run %s: data cannot go back: it begins anew, not where the checkpoint was", run)
+        history.suspect(self.policy.state.incidents)
+        self.learning_rate.advance(history.steps_total)
+
+    def _open_endpoint(self, undo: ExitStack) -> None:
+        """What faces outwards."""
+        self.endpoint = Endpoint(self.config, layers=self.probe.layers, scaled=self.reader.scaled, info=self._info())
+        undo.callback(self.endpoint.close)
+        self.page = self.endpoint.page
+        self.errors = Errors(self.config.run, self.page)
+        self.loop = ControlLoop(
+            self.folder, on_error=lambda error: self.errors.hold_back(error, step=self.history.step)
+        )
+        self.journal = Journal(self.page, self.loop, self.folder)
+        self.loop.start()
+        self.stop_signals = StopSignals()
+        self.stop_signals.install()
+
+    def close(self) -> None:
+        """Finish writing, take the hooks off, and leave the run folder."""
+        self.stop_signals.remove()
+        self.checkpoints.wait(_WRITER_SECONDS)
+        self.reader.remove()
+        self.learning_rate.remove()
+        self.endpoint.close()
+        self.save_state()
+        self.loop.stop()
+        self.folder.lock.release()
+
+    def save_state(self) -> None:
+        """Write what never rewinds, as it is now, in the background."""
+        self.loop.write(partial(self.folder.save_state, msgspec.json.encode(self.run_state())))
+
+    def run_state(self) -> RunState:
+        """What never rewinds, as it is now."""
+        return RunState(
+            steps_total=self.history.steps_total,
+            proven_step=self.checkpoints.proven_step,
+            policy=self.policy.state,
+            lineage=self.checkpoints.lineage,
+            learning_rate=self.learning_rate.state,
+            quarantine=self.data.quarantine if self.data is not None else [],
+            clip_until=self.clip.tight_until,
+        )
+
+    def save_checkpoint(self) -> None:
+        """Save in the background; what fails or has to be left out is counted."""
+        try:
+            saved = self.history.save(msgspec.to_builtins(self.run_state()))
+        except Exception:
+            self.count_checkpoint_failure("local")
+            raise
+        if not saved:
+            _log.warning("step %d: checkpoint left out, the last one is still being written", self.history.step)
+            self.count_checkpoint_failure("local")
+        self.save_state()
+
+    def save_last_checkpoint(self) -> None:
+        """As above, but never left out."""
+        self.checkpoints.wait(_WRITER_SECONDS)
+        self.save_checkpoint()
+
+    def count_checkpoint_failure(self, tier: str) -> None:
+        """Put it on the page."""
+        self.page.add("train_checkpoint_failures_total", 1.0, tier)
+
+    def _recovered_state(self) -> RunState:
+        """For a run without its folder's state: the copy in the newest checkpoint, or a new one."""
+        copy = lasting_copy(self.checkpoints)
+        if copy is None:
+            return RunState()
+        _log.warning("run %s: state.json is gone: its copy in the newest checkpoint is used", self.config.run)
+        state = msgspec.convert(copy, RunState)
+        for entry in state.quarantine:
+            if entry not in self.folder.quarantine:
+                self.folder.add_quarantine(entry)
+        return state
+
+    def _info(self) -> dict[str, str]:
+        return {
+            "framework": "torch",
+            "torch": str(torch.__version__),
+            "world_size": "1",
+            "mode": self.config.mode,
+            "data_rewind": "none" if self.data is None else "exact" if self.data.rewindable else "forward",
+            "loss_mean": "none",
+            "shield": self.reader.shield_kind,
+        }
