@@ -18,6 +18,7 @@ SOURCES = ("alert", "local", "operator")
 OUTCOMES = ("done", "failed", "refused_cooldown", "refused_budget", "duplicate", "stale", "observed", "no_target")
 TIERS = ("local", "shared")
 CHECKPOINT_KINDS = ("periodic", "scene")
+MOMENTS = ("first", "second")
 
 LOSS_RATIO_LEVELS = (1.2, 1.5, 2.0, 3.0)
 GRAD_NORM_RATIO_LEVELS = (3.0, 10.0)
@@ -61,6 +62,7 @@ CATALOG: tuple[Metric, ...] = (
         help="Steps whose update was withheld, or batches left out.",
         labels=(("reason", SKIP_REASONS),),
     ),
+    Metric(name="train_steps_applied_total", kind="counter", help="Optimizer steps whose update reached the weights."),
     Metric(name="train_steps_withheld", kind="gauge", help="Updates withheld in a row up to now, AMP's own left out."),
     Metric(
         name="train_tokens_total",
@@ -77,6 +79,12 @@ CATALOG: tuple[Metric, ...] = (
     # Values of the last step and their baselines.
     Metric(name="train_loss", kind="gauge", help="Loss of the last step; NaN and Inf as such."),
     Metric(name="train_grad_norm", kind="gauge", help="Total gradient norm before clipping; NaN and Inf as such."),
+    Metric(name="train_grad_norm_available", kind="gauge", help="1 if the last step had gradients to measure, else 0."),
+    Metric(
+        name="train_grad_norm_huge_total",
+        kind="counter",
+        help="Steps with finite gradients whose norm is beyond float32's squares, above 1.8e19.",
+    ),
     Metric(name="train_loss_ema", kind="gauge", help="Step-exact EMA of the loss, outliers kept out."),
     Metric(name="train_grad_norm_ema", kind="gauge", help="Step-exact EMA of the gradient norm, outliers kept out."),
     Metric(name="train_loss_mean", kind="gauge", help="Mean of the rolling window before this step."),
@@ -139,6 +147,30 @@ CATALOG: tuple[Metric, ...] = (
         name="train_layer_grad_norm",
         kind="gauge",
         help="Gradient norm of one layer before clipping.",
+        labels=(("layer", ()),),
+    ),
+    Metric(
+        name="train_layer_weight_norm",
+        kind="gauge",
+        help="Norm of one layer's weights, read every so many steps.",
+        labels=(("layer", ()),),
+    ),
+    Metric(
+        name="train_layer_update_ratio",
+        kind="gauge",
+        help="Norm of what one step added to one layer's weights, over the norm of these.",
+        labels=(("layer", ()),),
+    ),
+    Metric(
+        name="train_layer_moment_norm",
+        kind="gauge",
+        help="Norm of one layer's optimizer moment, in the unit of the gradient; absent where there is none.",
+        labels=(("layer", ()), ("moment", MOMENTS)),
+    ),
+    Metric(
+        name="train_layer_activation_max",
+        kind="gauge",
+        help="Largest absolute output of one layer in its last turn; absent unless asked for.",
         labels=(("layer", ()),),
     ),
     Metric(

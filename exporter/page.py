@@ -72,6 +72,13 @@ class Page:
                 self._child(name, labels)
                 self._values[name][labels] = float(value)
 
+    def set_known(self, name: str, value: float | None, *labels: str) -> None:
+        """Set a gauge, or take it off the page where there is no value."""
+        if value is None:
+            self.clear(name, *labels)
+        else:
+            self.set(name, value, *labels)
+
     def clear(self, name: str, *labels: str) -> None:
         """Take a gauge off the page: it is not available now."""
         if name in self._metrics:

@@ -22,7 +22,7 @@ checkpoints: {local: checkpoints/local, shared: checkpoints/shared, every: 1000,
 """
 MISTAKES = [
     ({"rn": "a"}, "unknown field `rn`; known are run, runs, mode, metrics, detection, actions, budget, checkpoints"),
-    ({"metrics": {"prt": 1}}, "unknown field `prt`; known are host, port, advertise (in `metrics`)"),
+    ({"metrics": {"prt": 1}}, "unknown field `prt`; known are host, port, advertise, layers_every, activations "),
     ({"run": 7}, "`run`: Expected `str`, got `int`, found 7"),
     ({"metrics": {"port": "x"}}, "`metrics.port`: Expected `int`, got `str`, found 'x'"),
     ({"detection": {"window": 2.5}}, "`detection.window`: Expected `int`, got `float`, found 2.5"),

@@ -22,18 +22,18 @@ MAX_LINES = 300
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detectors", "recovery", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts",
-    "policy", "data", "manifest",
+    "signals", "detectors", "loss_scale", "recovery", "monitor", "incidents", "decisions", "budget", "policy_state",
+    "alerts", "policy", "data", "manifest",
     # Torch, and no policy.
-    "probe", "accumulation", "shield", "learning_rate", "schedule", "faults", "tensor_files", "state", "tier",
-    "checkpoints",
+    "row", "norms", "probe", "layer_signals", "accumulation", "shield", "learning_rate", "schedule", "faults",
+    "tensor_files", "state", "tier", "checkpoints",
     # What sees both rows.
     "stop_signals", "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder",
     "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",
 )  # fmt: skip
-NO_TORCH = ORDER[: ORDER.index("probe")]
-TORCH_ROW = ORDER[ORDER.index("probe") : ORDER.index("history")]
-KINDS = {"set": "gauge", "clear": "gauge", "add": "counter", "observe": "histogram"}
+NO_TORCH = ORDER[: ORDER.index("row")]
+TORCH_ROW = ORDER[ORDER.index("row") : ORDER.index("history")]
+KINDS = {"set": "gauge", "set_known": "gauge", "clear": "gauge", "add": "counter", "observe": "histogram"}
 KNOWN = {metric.name: metric for metric in CATALOG}
 
 
@@ -112,7 +112,7 @@ def test_judgement_needs_no_torch(module):
     assert ours(module) <= set(NO_TORCH)
 
 
-@pytest.mark.parametrize("module", ["signals", "detectors", "recovery", "monitor", "incidents", "policy"])
+@pytest.mark.parametrize("module", ["signals", "detectors", "loss_scale", "recovery", "monitor", "incidents", "policy"])
 def test_judgement_has_no_clock_and_no_files(module):
     """What judges a run reads no clock, no file and no environment: it is told all it needs."""
     path = ROOT / "trainer_plugin" / f"{module}.py"

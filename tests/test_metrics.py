@@ -40,7 +40,7 @@ def known(**changes):
     """Readings of a run under way."""
     fields = dict.fromkeys(Readings.__dataclass_fields__, 1.0)
     fields |= {"loss_high_steps": dict.fromkeys((1.2, 1.5, 2.0, 3.0), 0), "loss_unrecovered_steps": 0}
-    fields |= {"grad_norm_high_steps": dict.fromkeys((3.0, 10.0), 0), "withheld_steps": 0}
+    fields |= {"grad_norm_high_steps": dict.fromkeys((3.0, 10.0), 0), "withheld_steps": 0, "amp_scale_collapsed": False}
     return Readings(**{**fields, **changes})
 
 
@@ -92,7 +92,7 @@ def test_thresholds_are_the_jobs_own(page):
     assert {key[1]: value for key, value in found(page).items() if key[0] == "train_threshold"} == {
         "warmup_steps": 7, "loss_ratio": 2.5, "grad_norm_ratio": 10.0, "sigma": 3.5, "robust_score": 9.5,
         "sustained_steps": 90, "checkpoint_every_steps": 70, "alert_grace_seconds": 4.5, "rollbacks_per_day": 8,
-        "lr_floor": 0.25,
+        "lr_floor": 0.25, "amp_scale_floor": 1.0, "amp_scale_ceiling": 2.0**24,
     }  # fmt: skip
 
 
@@ -121,13 +121,15 @@ def test_a_step_is_on_the_page_as_it_was(metrics, page):
     assert {key: series[key] for key in expected} == expected
 
 
-def test_what_is_not_known_yet_is_absent(metrics, page):
-    """Without a gradient, a scaler or a baseline there is no number for it: absent, never 0."""
+def test_what_is_not_there_is_absent_and_what_is_not_known_yet_is_nan(metrics, page):
+    """Without a gradient or a scaler there is no series for it; a baseline to come is NaN; neither is ever 0."""
     metrics.show(signals(1, 2.0, grad_norm=None), UNKNOWN, [], now=0.0)
     series = found(page)
-    for name in ("train_grad_norm", "train_loss_ema", "train_loss_mean", "train_loss_robust_scale",
-                 "train_amp_loss_scale", "train_grad_norm_recent_max"):  # fmt: skip
+    for name in ("train_grad_norm", "train_amp_loss_scale", "train_grad_norm_recent_max"):
         assert (name,) not in series
+    for name in ("train_loss_ema", "train_loss_mean", "train_loss_robust_scale"):
+        assert math.isnan(series[name,])
+    assert series["train_grad_norm_available",] == 0.0
     assert series["train_loss_ema_ratio_count",] == series["train_loss_zscore_count",] == 0.0
 
 

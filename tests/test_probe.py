@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer_plugin.probe import Limits, Probe, layer_of
+from trainer_plugin.row import Withhold
 
 
 class Stack(nn.Module):
@@ -73,14 +74,17 @@ def test_bitwise_norms_are_torchs_for_large_tensors_too():
 
 
 def test_p02_a_norm_beyond_float32s_squares_is_huge_not_infinite():
-    """100 elements of 1e20 have a norm of 1e21, are no NaN or Inf, and clipped to 1 each is 0.1 (case P02)."""
+    """100 elements of 1e20 have a norm of 1e21: clipped to 1 each is 0.1, and the step is withheld as huge (P02)."""
     model = nn.Linear(100, 1, bias=False)
     model.weight.grad = torch.full((1, 100), 1e20)
     row, bad = Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0))
     values = row.read()
     assert values.grad_norm == pytest.approx(1e21, rel=1e-6)
     assert values.layer_grad_norms == {"weight": pytest.approx(1e21, rel=1e-6)}
-    assert bad.item() == 0.0
+    assert values.withhold == Withhold.HUGE
+    assert row.bad()
+    assert bad.item() == 1.0
+    assert row.nonfinite_parameters() == []
     assert model.weight.grad.tolist() == [pytest.approx([0.1] * 100)]
 
 
@@ -116,8 +120,8 @@ def test_a_tied_weight_counts_once():
 
 def test_layers_are_named_after_modules():
     """A block of a stack is one layer; any other parameter belongs to its module, a bare one to itself."""
-    assert Probe(Stack()).layers == ("wte", "blocks.0", "blocks.1")
-    assert Probe(two_parameters([1.0], [1.0])).layers == ("first", "second")
+    assert list(Probe(Stack()).layers) == ["wte", "blocks.0", "blocks.1"]
+    assert list(Probe(two_parameters([1.0], [1.0])).layers) == ["first", "second"]
     assert layer_of("model.layers.12.mlp.up.weight") == "model.layers.12"
 
 

@@ -42,8 +42,8 @@ class Training:
         if damage == "loss":
             loss = loss * math.nan
         if self.shield is not None:
-            bad = self.probe.measure(loss, Limits())[1]
-            self.shield.arm(bad if armed else None)
+            row, bad = self.probe.measure(loss, Limits())
+            self.shield.arm(bad, row.bad) if armed else self.shield.disarm()
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -136,7 +136,7 @@ def test_two_optimizers_are_both_withheld_from():
     for flag in (1.0, 0.0):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        shield.arm(torch.tensor(flag))
+        shield.arm(torch.tensor(flag), lambda flag=flag: flag > 0.0)
         for optimizer in optimizers:
             optimizer.step()
         moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
@@ -152,7 +152,7 @@ def test_a03_a_withheld_step_is_no_step_at_all():
     optimizer.step()
     assert weight.item() == pytest.approx(0.8900, abs=5e-5)
     before = weight.item(), {key: value.clone() for key, value in optimizer.state[weight].items()}
-    shield.arm(torch.ones(()))
+    shield.arm(torch.ones(()), lambda: True)
     optimizer.step()
     assert weight.item() == before[0]
     assert all(torch.equal(value, before[1][key]) for key, value in optimizer.state[weight].items())

@@ -14,7 +14,13 @@ from trainer_plugin.monitor import Readings
 
 # The alerts about signals that the job measures itself. Any other is about what only Prometheus sees.
 OWN_SIGNALS = frozenset(
-    {"TrainLossNotRecovering", "TrainLossSpikeSustained", "TrainNoUpdates", "TrainWeightsNonFinite"}
+    {
+        "TrainLossNotRecovering",
+        "TrainLossSpikeSustained",
+        "TrainNoUpdates",
+        "TrainWeightsNonFinite",
+        "TrainAmpScaleCollapse",
+    }
 )
 
 
@@ -86,5 +92,7 @@ def still_so(alert: str | None, readings: Readings, *, weights_finite: bool) -> 
             return readings.withheld_steps > 0
         case "TrainWeightsNonFinite":
             return not weights_finite
+        case "TrainAmpScaleCollapse":
+            return readings.amp_scale_collapsed
         case _:
             return True

@@ -50,6 +50,7 @@ class Boundary:
             loop_up=parts.loop.up and not self._local_only,
             target_step=history.target_step(parts.policy.open_incident),
         )
+        parts.errors.attempt(parts.reader.read_layers, history.step, step=history.step)  # Before anything changes.
         # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
         for part in (self._judge, self._act, self._show):
             parts.errors.attempt(part, moment, step=moment.step)
@@ -81,6 +82,8 @@ class Boundary:
             if signals.surge:
                 outcome = "done" if parts.config.mode == "auto" else "observed"
                 parts.page.add("train_actions_total", 1.0, "clip", "local", outcome)
+            elif signals.withheld == "spike":
+                parts.page.add("train_actions_total", 1.0, "skip_batch", "local", "done")
             if self._on_signals is not None:
                 parts.errors.attempt(self._on_signals, signals, step=signals.step)
 

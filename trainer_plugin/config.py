@@ -26,15 +26,25 @@ _Loader.add_implicit_resolver(
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`metrics:` of guard.yaml. Port 0 stands for any free one; `advertise` is the address told to Prometheus."""
+    """`metrics:` of guard.yaml. Port 0 stands for any free one; `advertise` is the address told to Prometheus.
+
+    Each layer's weights, updates and moments are read once in `layers_every` steps (0: never), with `activations` its
+    largest activation too.
+    """
 
     host: str = "127.0.0.1"
     port: int = 9401
     advertise: str | None = None
+    layers_every: int = 50
+    activations: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"`port` must be between 0 and 65535, found {self.port}")
+        if self.layers_every < 0:
+            raise ValueError(f"`layers_every` must be at least 0, found {self.layers_every}")
+        if self.activations and not self.layers_every:
+            raise ValueError("`activations` needs `layers_every` above 0")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

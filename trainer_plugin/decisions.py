@@ -17,6 +17,7 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clip_max_norm: float | None = 1.0
     clip_factor: float = 0.5
     clip_steps: int = 200
+    withhold_spikes: bool = False
     lr_factor: float = 0.5
     lr_hold_steps: int = 200
     lr_return_steps: int = 200

@@ -29,6 +29,8 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     robust_window: int = 128
     robust_score: float = 8.0
     relearn_steps: int = 2000
+    amp_scale_floor: float = 1.0
+    amp_scale_ceiling: float = 2.0**24
 
     def __post_init__(self) -> None:
         for name in ("window", "sustained_steps", "robust_window", "relearn_steps"):
@@ -38,17 +40,25 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"`warmup_steps` must be at least 0, found {self.warmup_steps}")
         if not 0.0 < self.ema_alpha < 1.0:
             raise ValueError(f"`ema_alpha` must be between 0 and 1, found {self.ema_alpha}")
-        if self.sustained_steps >= self.relearn_steps:
-            raise ValueError(
-                f"`sustained_steps` must be below `relearn_steps` ({self.relearn_steps}), found "
-                f"{self.sustained_steps}: the new level would be accepted before anybody acts"
-            )
         for name in ("loss_ratio", "grad_norm_ratio"):
             if not getattr(self, name) > 1.0:
                 raise ValueError(f"`{name}` must be above 1, found {getattr(self, name)}")
         for name in ("sigma", "robust_score"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"`{name}` must be above 0, found {getattr(self, name)}")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.sustained_steps >= self.relearn_steps:
+            raise ValueError(
+                f"`sustained_steps` must be below `relearn_steps` ({self.relearn_steps}), found "
+                f"{self.sustained_steps}: the new level would be accepted before anybody acts"
+            )
+        if not 0.0 < self.amp_scale_floor < self.amp_scale_ceiling:
+            raise ValueError(
+                f"`amp_scale_floor` must be between 0 and `amp_scale_ceiling` ({self.amp_scale_ceiling:g}), found "
+                f"{self.amp_scale_floor}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +217,14 @@ class Robust:
     def warm(self) -> bool:
         """Whether a finite value may be judged."""
         return self._seen >= self._warmup_steps and len(self._values) >= min(20, self._values.maxlen or 20)
+
+    @property
+    def limit(self) -> float:
+        """The value above which the next one is an outlier, in the signal's own unit; infinite while none is judged."""
+        if not self.warm:
+            return math.inf
+        edge = self._center + self._threshold * self.scale
+        return max(math.exp(min(edge, 700.0)) if self._log else edge, self._least_ratio * self.center)
 
     def score(self, value: float) -> float:
         """Deviations of `value` above the center; NaN before the first accepted value."""

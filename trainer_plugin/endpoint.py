@@ -1,6 +1,7 @@
 """The job's metrics endpoint: page, server, and the entry by which Prometheus finds it, made and closed together."""
 
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from exporter.page import Page
@@ -18,9 +19,17 @@ class Endpoint:
         OSError: the entry in `<runs>/targets` cannot be written.
     """
 
-    def __init__(self, config: Config, *, layers: tuple[str, ...], scaled: bool, info: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        layers: Iterable[str],
+        moments: Mapping[str, tuple[str, ...]],
+        scaled: bool,
+        info: dict[str, str],
+    ) -> None:
         self.page = Page(run=config.run)
-        self.metrics = Metrics(self.page, config, layers=layers, info=info, scaled=scaled)
+        self.metrics = Metrics(self.page, config, layers=layers, info=info, scaled=scaled, moments=moments)
         self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
         self.port = self._server.port
         self._target: Target | None = None

@@ -142,6 +142,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             parts.errors.hold_back(error, step=self.step)
             parts.errors.attempt(self._clip_plainly, self.config.actions.clip_max_norm, step=self.step)
+        parts.errors.attempt(parts.reader.watch_layers, self.step + 1, step=self.step)
 
     def end_step(self) -> None:
         """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
@@ -164,7 +165,16 @@ class Guard:
         limit = math.inf if max_norm is None else max_norm
         # Where the job may not act by itself, a surge is told and clipped no further than the recipe does.
         surge_clip = min(limit, parts.monitor.grad_norm_baseline) if self.config.mode == "auto" else limit
-        return Limits(max_norm=limit, surge_above=parts.monitor.surge_above, surge_clip=surge_clip)
+        spike_loss, spike_norm = math.inf, math.inf
+        if self.config.actions.withhold_spikes and self.config.mode == "auto":
+            spike_loss, spike_norm = parts.monitor.spike_limits
+        return Limits(
+            max_norm=limit,
+            surge_above=parts.monitor.surge_above,
+            surge_clip=surge_clip,
+            spike_loss=spike_loss,
+            spike_norm=spike_norm,
+        )
 
     def _clip_plainly(self, max_norm: float | None) -> None:
         """The recipe's clip is not lost with the guard."""

@@ -5,6 +5,7 @@ import math
 import msgspec
 
 from trainer_plugin.detectors import Verdict
+from trainer_plugin.signals import Signals
 
 MAX_EVIDENCE = 20
 
@@ -57,6 +58,19 @@ class Incident(msgspec.Struct, kw_only=True):
         self.signs.setdefault(sign, verdict.first_step)
         self.class_ = classify(self.signs, self.grad_norm_ratio)
 
+    def done_in_step(self, signals: Signals, steps_total: int, *, outcome: str) -> None:
+        """Keep what was done to a step within it, once an incident: a surge clipped, a spike withheld."""
+        if signals.withheld == "spike":
+            action, what, detail = "skip_batch", "spike withheld in the same step", f"loss {signals.loss:.4g}"
+        else:
+            action, what, detail = "clip", "surge clipped in the same step", f"x {signals.clip_coefficient:.3g}"
+        if not any(remedy.detail.startswith(what) for remedy in self.remedies):
+            remedy = Remedy(
+                action=action, step=signals.step, steps_total=steps_total, source="local", outcome=outcome,
+                detail=f"{what}, {detail}",
+            )  # fmt: skip
+            self.remedies.append(remedy)
+
     def lasts(self) -> None:
         """The loss has stayed away: whatever one batch can do, it is not that."""
         if self.class_ == "bad_sample":
@@ -79,7 +93,7 @@ def classify(signs: dict[str, int], grad_norm_ratio: float | None) -> str:
     R3: a gradient that surges before or with the loss is a divergence; a loss that jumps over a calm gradient is the
     batch. `grad_norm_ratio` is the gradient norm over its baseline when the loss jumped, None while it has not.
     """
-    if any(sign.startswith("nonfinite:") for sign in signs):
+    if any(sign.startswith("nonfinite:") or sign == "drift:amp_loss_scale" for sign in signs):
         return "numerical"
     if "ema_ratio:grad_norm" in signs:
         return "gradient_explosion"

@@ -2,8 +2,10 @@
 
 import math
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from exporter.catalog import TIERS
 from exporter.page import Page
 from trainer_plugin.config import Config
 from trainer_plugin.detectors import Verdict
@@ -11,7 +13,7 @@ from trainer_plugin.monitor import Readings
 from trainer_plugin.signals import Signals
 
 _RECENT_SECONDS = 60.0
-# Readings whose field is the metric's name without its prefix; NaN means "not known yet": absent.
+# Readings whose field is the metric's name without its prefix; NaN means "not known yet".
 _READING_GAUGES = (
     "loss_ema",
     "grad_norm_ema",
@@ -46,15 +48,36 @@ class Standing:
 
 
 class Metrics:
-    """The job's page, filled. Every series that can be known beforehand exists before the first step."""
+    """The job's page, filled. Every series that can be known beforehand exists before the first step.
+
+    `layers` are all layers; `moments` those that are read by turns, each with the moments that its optimizer keeps.
+    """
 
     def __init__(
-        self, page: Page, config: Config, *, layers: tuple[str, ...], info: dict[str, str], scaled: bool = False
+        self,
+        page: Page,
+        config: Config,
+        *,
+        layers: Iterable[str],
+        info: dict[str, str],
+        scaled: bool = False,
+        moments: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.page = page
         self._recent = {"loss": _RecentMax(), "grad_norm": _RecentMax()}
+        self._layers_shown: frozenset[str] = frozenset()
         for layer in layers:
             page.add("train_layer_nonfinite_total", 0.0, layer)
+        # NaN until the first value: a series that comes later would be a gap in every rule that needs it.
+        for layer, kept in (moments or {}).items():
+            page.set("train_layer_weight_norm", math.nan, layer)
+            page.set("train_layer_update_ratio", math.nan, layer)
+            for moment in kept:
+                page.set("train_layer_moment_norm", math.nan, layer, moment)
+            if config.metrics.activations:
+                page.set("train_layer_activation_max", math.nan, layer)
+        for tier in TIERS:
+            page.set("train_checkpoint_seconds", math.nan, tier)
         if scaled:
             page.add("train_amp_overflows_total", 0.0)
         for name, value in _thresholds(config).items():
@@ -66,11 +89,10 @@ class Metrics:
         """Put one step on the page. The caller holds `page.update()` around this and `stand`."""
         page = self.page
         self._show_signals(signals, now)
+        self._show_layers(signals)
         self._show_data(signals)
         for name in _READING_GAUGES:
-            value: float = getattr(readings, name)
-            if math.isfinite(value):
-                page.set(f"train_{name}", value)
+            page.set(f"train_{name}", getattr(readings, name))
         for name in _READING_HISTOGRAMS:
             page.observe(f"train_{name}", getattr(readings, name))
         for signal, counts in (("loss", readings.loss_high_steps), ("grad_norm", readings.grad_norm_high_steps)):
@@ -86,20 +108,12 @@ class Metrics:
     def _show_signals(self, signals: Signals, now: float) -> None:
         page = self.page
         page.set("train_loss", signals.loss)
-        if signals.grad_norm is None:
-            page.clear("train_grad_norm")
-        else:
-            page.set("train_grad_norm", signals.grad_norm)
-        for layer, norm in signals.layer_grad_norms.items():
-            page.set("train_layer_grad_norm", norm, layer)
-            if not math.isfinite(norm):
-                page.add("train_layer_nonfinite_total", 1.0, layer)
+        page.set_known("train_grad_norm", signals.grad_norm)
+        page.set("train_grad_norm_available", float(signals.grad_norm is not None))
+        if signals.huge:
+            page.add("train_grad_norm_huge_total")
         for signal, value in (("loss", signals.loss), ("grad_norm", signals.grad_norm)):
-            largest = self._recent[signal].update(now, value)
-            if largest is None:
-                page.clear(f"train_{signal}_recent_max")
-            else:
-                page.set(f"train_{signal}_recent_max", largest)
+            page.set_known(f"train_{signal}_recent_max", self._recent[signal].update(now, value))
         for group, rate in enumerate(signals.learning_rates):
             page.set("train_learning_rate", rate, str(group))
         if signals.amp_loss_scale is not None:
@@ -108,8 +122,27 @@ class Metrics:
             page.add("train_amp_overflows_total")
         if signals.withheld is not None:
             page.add("train_steps_skipped_total", 1.0, signals.withheld)
+        else:
+            page.add("train_steps_applied_total")
         page.observe("train_step_seconds", signals.step_seconds)
         page.observe("train_data_wait_seconds", signals.data_wait_seconds)
+
+    def _show_layers(self, signals: Signals) -> None:
+        """Gradient norms of this step, and what the layers whose turn it was have read."""
+        page = self.page
+        for layer in self._layers_shown.difference(signals.layer_grad_norms):
+            page.clear("train_layer_grad_norm", layer)  # No gradient in this step: its last norm is not this step's.
+        self._layers_shown = frozenset(signals.layer_grad_norms)
+        for layer, norm in signals.layer_grad_norms.items():
+            page.set("train_layer_grad_norm", norm, layer)
+            if not math.isfinite(norm):
+                page.add("train_layer_nonfinite_total", 1.0, layer)
+        for layer, reading in signals.layers.items():
+            page.set("train_layer_weight_norm", reading.weight_norm, layer)
+            page.set_known("train_layer_update_ratio", reading.update_ratio, layer)
+            page.set_known("train_layer_moment_norm", reading.first_moment_norm, layer, "first")
+            page.set_known("train_layer_moment_norm", reading.second_moment_norm, layer, "second")
+            page.set_known("train_layer_activation_max", reading.activation_max, layer)
 
     def _show_data(self, signals: Signals) -> None:
         """What the loop tells of its data; absent where it tells nothing."""
@@ -165,6 +198,8 @@ def _thresholds(config: Config) -> dict[str, float]:
         "sigma": detection.sigma,
         "robust_score": detection.robust_score,
         "sustained_steps": detection.sustained_steps,
+        "amp_scale_floor": detection.amp_scale_floor,
+        "amp_scale_ceiling": detection.amp_scale_ceiling,
         "checkpoint_every_steps": config.checkpoints.every,
         "alert_grace_seconds": config.actions.alert_grace_seconds,
         "rollbacks_per_day": budget.rollbacks_per_day,

@@ -6,11 +6,14 @@ from typing import Any
 
 from exporter.catalog import GRAD_NORM_RATIO_LEVELS, LOSS_RATIO_LEVELS
 from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingSigma, Verdict
+from trainer_plugin.loss_scale import LossScale
 from trainer_plugin.recovery import Recovery
 from trainer_plugin.signals import Signals
 
 # A scaler halves its scale at most this often before the first step fits; overflows that go on are a fault.
 _SCALE_SEARCH_STEPS = 20
+# A spike that goes on is not one bad batch: to withhold it for ever would be no training at all.
+_MOST_SPIKES_IN_A_ROW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,7 @@ class Readings:
     grad_norm_high_steps: dict[float, int]
     loss_unrecovered_steps: int
     withheld_steps: int
+    amp_scale_collapsed: bool
 
 
 class Monitor:
@@ -46,6 +50,7 @@ class Monitor:
             ("robust", "loss"),
             ("robust", "grad_norm"),
             ("ema_ratio", "grad_norm"),
+            ("drift", "amp_loss_scale"),
         }
     )
 
@@ -65,7 +70,11 @@ class Monitor:
         self._grad_norm_robust = Robust("grad_norm", **robust, log=True, least_ratio=config.loss_ratio)  # type: ignore[arg-type]
         self._recovery = Recovery()
         self._norm_recovery = Recovery()
+        self._loss_scale = LossScale(
+            floor=config.amp_scale_floor, ceiling=config.amp_scale_ceiling, tell_steps=config.sustained_steps
+        )
         self._overflow_steps = 0
+        self._spikes_in_a_row = 0
         self._high_steps = {
             "loss": dict.fromkeys(LOSS_RATIO_LEVELS, 0),
             "grad_norm": dict.fromkeys(GRAD_NORM_RATIO_LEVELS, 0),
@@ -85,6 +94,13 @@ class Monitor:
         """The outlier-free baseline of the gradient norm before clipping; infinite while there is none."""
         return math.inf if self._grad_norm_ema.ema is None else self._grad_norm_ema.ema
 
+    @property
+    def spike_limits(self) -> tuple[float, float]:
+        """Loss and gradient norm above both of which the next step is a spike to withhold, if that is asked for."""
+        if self._spikes_in_a_row >= _MOST_SPIKES_IN_A_ROW:
+            return math.inf, math.inf
+        return self._loss_robust.limit, self._grad_norm_robust.limit
+
     def update(self, signals: Signals) -> tuple[Readings, list[Verdict]]:
         """Take in one step; return what to export and what the detectors say."""
         loss, step = signals.loss, signals.step
@@ -97,6 +113,7 @@ class Monitor:
             verdicts.append(_nonfinite("loss", step, loss))
         if signals.grad_norm is not None and not math.isfinite(grad_norm) and (stuck or not overflow):
             verdicts.append(_nonfinite("grad_norm", step, grad_norm))
+        verdicts.append(self._loss_scale.update(step, signals.amp_loss_scale))
         counts = signals.withheld is not None and (stuck or not overflow)
         self._withheld_steps = self._withheld_steps + 1 if counts else 0
 
@@ -114,6 +131,10 @@ class Monitor:
         loss_verdict = self._loss_robust.update(step, loss, learn=settled)
         norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and loss_verdict is None)
         verdicts += [loss_verdict, norm_verdict]
+        if signals.withheld == "spike":
+            self._spikes_in_a_row += 1
+        elif loss_verdict is None and math.isfinite(loss):
+            self._spikes_in_a_row = 0
         unrecovered = self._recovery.update(
             step,
             left_at=loss_verdict.first_step if loss_verdict else None,
@@ -178,6 +199,7 @@ class Monitor:
             grad_norm_high_steps=dict(self._high_steps["grad_norm"]),
             loss_unrecovered_steps=self._recovery.unrecovered_steps,
             withheld_steps=self._withheld_steps,
+            amp_scale_collapsed=self._loss_scale.collapsed,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +212,9 @@ class Monitor:
             "grad_norm_robust": self._grad_norm_robust.state_dict(),
             "recovery": self._recovery.state_dict(),
             "norm_recovery": self._norm_recovery.state_dict(),
+            "loss_scale": self._loss_scale.state_dict(),
             "overflow_steps": self._overflow_steps,
+            "spikes_in_a_row": self._spikes_in_a_row,
             "high_steps": {signal: list(counts.values()) for signal, counts in self._high_steps.items()},
             "withheld_steps": self._withheld_steps,
         }
@@ -204,7 +228,9 @@ class Monitor:
         self._grad_norm_robust.load_state_dict(state["grad_norm_robust"])
         self._recovery.load_state_dict(state["recovery"])
         self._norm_recovery.load_state_dict(state["norm_recovery"])
+        self._loss_scale.load_state_dict(state["loss_scale"])
         self._overflow_steps = state["overflow_steps"]
+        self._spikes_in_a_row = state["spikes_in_a_row"]
         for signal, counts in self._high_steps.items():
             counts.update(zip(counts, state["high_steps"][signal], strict=True))
         self._withheld_steps = state["withheld_steps"]

@@ -20,10 +20,11 @@ from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.errors import Errors
 from trainer_plugin.history import History, Resume, lasting_copy
 from trainer_plugin.journal import Journal
+from trainer_plugin.layer_signals import LayerSignals
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.monitor import Monitor
 from trainer_plugin.policy import Policy
-from trainer_plugin.probe import Probe
+from trainer_plugin.probe import Probe, plain_name
 from trainer_plugin.run_folder import JobFolder, RunState
 from trainer_plugin.schedule import Schedule
 from trainer_plugin.state import TrainingState, encode_plain
@@ -66,7 +67,7 @@ class Parts:
         with ExitStack() as undo:
             undo.callback(self.folder.lock.release)
             self._open_state()
-            self._open_reader(optimizers, scheduler, scaler, undo)
+            self._open_reader(model, optimizers, scheduler, scaler, undo)
             self._resume(resume)
             self._open_endpoint(undo)
             undo.pop_all()
@@ -95,6 +96,7 @@ class Parts:
 
     def _open_reader(
         self,
+        model: nn.Module,
         optimizers: list[Optimizer],
         scheduler: Any,  # noqa: ANN401
         scaler: Any,  # noqa: ANN401
@@ -114,11 +116,26 @@ class Parts:
             data=self.data,
         )
         self.reader = StepReader(
-            self.probe, optimizers, self.learning_rate, scaler=scaler, shielded=config.mode == "auto"
+            self.probe,
+            optimizers,
+            self.learning_rate,
+            scaler=scaler,
+            shielded=config.mode == "auto",
+            layer_signals=self._layer_signals(model, optimizers),
         )
         undo.callback(self.reader.remove)
         follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
         self.schedule = Schedule(scheduler if follows else None, optimizers)
+
+    def _layer_signals(self, model: nn.Module, optimizers: list[Optimizer]) -> LayerSignals | None:
+        metrics = self.config.metrics
+        if not metrics.layers_every:
+            return None
+        modules: dict[str, nn.Module] = {}
+        for name, module in model.named_modules() if metrics.activations else ():
+            if plain_name(name) in self.probe.layers:
+                modules.setdefault(plain_name(name), module)  # torch.compile's wrapper, not what is inside it.
+        return LayerSignals(self.probe.layers, optimizers, every=metrics.layers_every, modules=modules)
 
     def _resume(self, resume: Resume) -> None:
         run, history = self.config.run, self.history
@@ -131,7 +148,13 @@ class Parts:
 
     def _open_endpoint(self, undo: ExitStack) -> None:
         """What faces outwards."""
-        self.endpoint = Endpoint(self.config, layers=self.probe.layers, scaled=self.reader.scaled, info=self._info())
+        self.endpoint = Endpoint(
+            self.config,
+            layers=self.probe.layers,
+            moments=self.reader.moments,
+            scaled=self.reader.scaled,
+            info=self._info(),
+        )
         undo.callback(self.endpoint.close)
         self.page = self.endpoint.page
         self.errors = Errors(self.config.run, self.page)

@@ -5,6 +5,8 @@
 | loss or gradient not finite                | step withheld (by the shield)     | the job, at once                  |
 | gradient norm > `grad_norm_ratio` x EMA    | clipped in that step, then lower_lr | the job, at once                |
 | loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
+| loss and norm both out of their bands      | withheld, if `withhold_spikes`    | the job, at once                  |
+| AMP loss scale below its floor             | lower_lr                          | the alert, else the job (grace)   |
 | loss unrecovered for `sustained_steps`     | rollback                          | the alert, else the job (grace)   |
 | `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
 | weights not finite                         | rollback; stop if there is no way | the job, at once                  |
@@ -28,7 +30,8 @@ HEALED_STEPS = 20
 NO_UPDATES_STEPS = 10
 # Two outliers of the gradient norm within so many steps are no chance.
 TAIL_STEPS = 10
-_SURGE = "surge clipped in the same step"
+# A batch that was left out has done no harm, if the loss is back within so many steps.
+SKIPPED_STEPS = 10
 
 
 class Policy:
@@ -84,13 +87,8 @@ class Policy:
             incident.add(verdict, readings.grad_norm_ema_ratio)
         if readings.loss_unrecovered_steps >= HEALED_STEPS:
             incident.lasts()
-        if signals.surge and not any(remedy.detail.startswith(_SURGE) for remedy in incident.remedies):
-            remedy = Remedy(
-                action="clip", step=signals.step, steps_total=steps_total, source="local",
-                outcome="done" if self.mode == "auto" else "observed",
-                detail=f"{_SURGE}, x {signals.clip_coefficient:.3g}",
-            )  # fmt: skip
-            incident.remedies.append(remedy)
+        if signals.surge or signals.withheld == "spike":
+            incident.done_in_step(signals, steps_total, outcome="done" if self.mode == "auto" else "observed")
         # A step that was withheld is no good one, but neither does it undo those before it: it reached nothing.
         if any(verdict.detector != "nonfinite" for verdict in acting) or readings.loss_unrecovered_steps:
             incident.good_steps = 0
@@ -211,30 +209,34 @@ class Policy:
             return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
         if self._surged and not incident.tried("lower_lr"):
             return self._local("lower_lr", "gradient surge", incident, moment)
-        slow = self._slow(readings, moment)
+        slow = self._slow(incident, readings, moment)
         if slow is not None:
-            return self._local("rollback", slow, incident, moment)
-        finite = any(not sign.startswith("nonfinite:") for sign in incident.signs)
-        remedied = any(remedy.action != "note" for remedy in incident.remedies)
-        if finite and not remedied and self._actions.clip_max_norm is not None:
+            return self._local(*slow, incident, moment)
+        banded = any(sign.split(":")[0] not in ("nonfinite", "drift") for sign in incident.signs)
+        remedied = {remedy.action for remedy in incident.remedies} - {"note"}
+        if readings.loss_unrecovered_steps > SKIPPED_STEPS:
+            remedied.discard("skip_batch")
+        if banded and not remedied and self._actions.clip_max_norm is not None:
             return self._local("clip", "out of the robust band", incident, moment)
         return None
 
-    def _slow(self, readings: Readings, moment: Moment) -> str | None:
-        """Why to roll back, where the alert comes first and has had its time."""
+    def _slow(self, incident: Incident, readings: Readings, moment: Moment) -> tuple[str, str] | None:
+        """What to do and why, where the alert comes first and has had its time."""
         if readings.loss_unrecovered_steps >= self._sustained_steps:
-            reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
+            action, reason = "rollback", f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
         elif readings.withheld_steps >= NO_UPDATES_STEPS:
-            reason = f"{readings.withheld_steps} updates withheld in a row"
+            action, reason = "rollback", f"{readings.withheld_steps} updates withheld in a row"
+        elif readings.amp_scale_collapsed and not incident.tried("lower_lr"):
+            action, reason = "lower_lr", "AMP loss scale collapsed"
         else:
             self._slow_since = None
             return None
-        if self.state.cooling("rollback", moment.steps_total, self._budget.cooldown_steps):
+        if self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps):
             return None
         if self._slow_since is None or moment.now < self._slow_since:  # A clock that was set back begins anew.
             self._slow_since = moment.now
         waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
-        return reason if waited or not moment.loop_up or self.mode != "auto" else None
+        return (action, reason) if waited or not moment.loop_up or self.mode != "auto" else None
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""

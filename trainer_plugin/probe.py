@@ -1,9 +1,8 @@
 """The probe: loss, gradient norm and per-layer norms of one step as one row on the device, and the clip they decide.
 
-Nothing here reads a value on the host except `Row.read`, which is called at the boundary.
+Nothing here reads a value on the host (on a CPU, where that waits for nothing, only to look again at a huge norm).
 """
 
-import functools
 import itertools
 import math
 import re
@@ -12,70 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Below this, torch's own pass over all tensors at once is as fast.
-_LEAST_ROWS_NUMEL = 1 << 18
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_WRAPPER_PREFIX = re.compile(r"(^|\.)_orig_mod(?=\.)")
+from trainer_plugin.norms import layer_norms, scale_and_check, tensor_norms
+from trainer_plugin.row import Row, Withhold
+
+_WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """How far a gradient may go in this step, in units of the total norm. `math.inf` stands for no limit.
 
-    A norm above `surge_above` is a surge and clipped to `surge_clip`; any other is clipped to `max_norm`.
+    A norm above `surge_above` is a surge and clipped to `surge_clip`; any other is clipped to `max_norm`. A step with
+    both its loss above `spike_loss` and its norm above `spike_norm` is withheld.
     """
 
     max_norm: float = math.inf
     surge_above: float = math.inf
     surge_clip: float = math.inf
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowValues:
-    """A row as read on the host. `grad_norm` is None when there was no gradient."""
-
-    loss: float
-    grad_norm: float | None
-    clip_coefficient: float
-    amp_loss_scale: float
-    layer_grad_norms: dict[str, float]
-
-
-class Row:
-    """One step's values on their way to the host: `[loss, norm, coefficient, loss scale, layer norms...]`, float32."""
-
-    def __init__(self, values: Tensor, layers: tuple[str, ...], norms: dict[str, Tensor] | None = None) -> None:
-        self._layers = layers
-        self._norms = norms
-        self._arrived: torch.cuda.Event | None = None
-        self._values = values
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def read(self) -> RowValues:
-        """The values. The one place where the host waits for the device: at a boundary, for a row launched earlier."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        loss, norm, coefficient, scale, *layer_norms = self._values.tolist()
-        if self._norms is None:
-            return RowValues(loss=loss, grad_norm=None, clip_coefficient=1.0, amp_loss_scale=scale, layer_grad_norms={})
-        return RowValues(
-            loss=loss,
-            grad_norm=norm,
-            clip_coefficient=coefficient,
-            amp_loss_scale=scale,
-            layer_grad_norms=dict(zip(self._layers, layer_norms, strict=True)),
-        )
-
-    def nonfinite_parameters(self) -> list[str]:
-        """Names of the parameters whose gradient held a NaN or Inf. Reads the host: only for a step gone bad.
-
-        From the norms, not from the gradients: a loop has cleared those by the time it reaches the boundary.
-        """
-        return [name for name, norm in (self._norms or {}).items() if not math.isfinite(norm)]
+    spike_loss: float = math.inf
+    spike_norm: float = math.inf
 
 
 class Probe:
@@ -90,7 +44,7 @@ class Probe:
         self._bitwise = bitwise
         # All of them: one that is frozen now may be trained later.
         self.parameters: dict[str, nn.Parameter] = {
-            _WRAPPER_PREFIX.sub(r"\1", name).lstrip("."): parameter for name, parameter in model.named_parameters()
+            plain_name(name): parameter for name, parameter in model.named_parameters()
         }
         if not any(parameter.requires_grad for parameter in self.parameters.values()):
             raise ValueError("model has no parameter that requires a gradient")
@@ -98,16 +52,19 @@ class Probe:
         self._finite_buffers = {
             name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and _is_finite(buffer)
         }
-        self.layers = tuple(
-            dict.fromkeys(layer_of(name) for name, parameter in self.parameters.items() if parameter.requires_grad)
-        )
+        self.layers: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            self.layers.setdefault(layer_of(name), []).append(parameter)
         self._layer_cache: tuple[tuple[bool, ...], tuple[str, ...], Tensor] | None = None
 
-    def measure(self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None) -> tuple[Row, Tensor]:
+    def measure(
+        self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None, beside: Tensor | None = None
+    ) -> tuple[Row, Tensor]:
         """Measure the gradients, clip them in place, and return `(row, bad)`, both on the device.
 
-        `scale` is AMP's loss scale, shape []; the gradients have been divided by it already. `bad` is a float32
-        scalar: 1.0 when loss or norm is not finite, else 0.0; a bad step's gradients are left exactly as they were.
+        `scale` is AMP's loss scale, shape []; the gradients have been divided by it already. `beside` is a vector of
+        other values that shall go to the host with this row. `bad` is a float32 scalar: 1.0 when the update is to be
+        withheld (`Withhold`), else 0.0; the gradients of a step that is not finite are left exactly as they were.
 
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
         both as in `torch.nn.utils.clip_grad_norm_`, so that an unlimited guard changes no bit of a training run.
@@ -118,37 +75,40 @@ class Probe:
         loss = loss.detach().float().reshape(())
         if not gradients:
             bad = (~torch.isfinite(loss)).float()
-            return Row(torch.cat([loss.reshape(1), torch.full((3,), math.nan, device=loss.device)]), ()), bad
-        tensor_norms = _tensor_norms(gradients, bitwise=self._bitwise)
-        norms = torch.stack(tensor_norms)
+            head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
+            return Row(_packed(head, beside)), bad
+        norms = torch.stack(tensor_norms(gradients, bitwise=self._bitwise))
         total = torch.linalg.vector_norm(norms)
-        if total.device.type == "cpu" and not self._bitwise and not bool(torch.isfinite(total)):
-            # Finite but huge? The squares of 1e20 are beyond float32. On a CPU looking costs nothing; elsewhere such a
-            # step is withheld like one that is not finite.
-            tensor_norms = [torch.linalg.vector_norm(gradient.double()).float() for gradient in gradients]
-            norms = torch.stack(tensor_norms)
+        huge = torch.zeros_like(total, dtype=torch.bool)
+        torchs_total = total
+        if total.device.type == "cpu" and not bool(torch.isfinite(total)):
+            # Finite but huge? The squares of 1e20 are beyond float32. On a CPU looking costs nothing.
+            norms = torch.stack([torch.linalg.vector_norm(gradient.double()).float() for gradient in gradients])
             total = torch.linalg.vector_norm(norms.double()).float()
+            huge = torch.isfinite(total)
         loss = loss.to(total.device)
-        # Squares of a huge norm need float64, which Apple's GPUs do not have.
-        wide = torch.float32 if norms.device.type == "mps" else torch.float64
-        layers, numbers = self._layers_of(present, norms.device)
-        layer_norms = (
-            torch.zeros(len(layers), device=norms.device, dtype=wide)
-            .index_add_(0, numbers, norms.to(wide).square())
-            .sqrt_()
-            .float()
-        )
         finite = torch.isfinite(total) & torch.isfinite(loss)
         limit = torch.where(total > limits.surge_above, limits.surge_clip, limits.max_norm)
-        # A bad step must not be scaled: max / Inf is 0, and 0 x Inf would turn every gradient into NaN.
         # A product with the reciprocal, as torch has it: a quotient differs in the last bit.
-        coefficient = torch.where(finite, torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0), 1.0)
-        if limits != Limits():
+        coefficient = torch.clamp(((torchs_total if self._bitwise else total) + 1e-6).reciprocal() * limit, max=1.0)
+        if not self._bitwise:
+            # A bad step must not be scaled: max / Inf is 0, and 0 x Inf would turn every gradient into NaN.
+            coefficient = torch.where(finite, coefficient, 1.0)
+        if total.device.type != "cpu":
+            huge = torch.isinf(total) & ~scale_and_check(gradients, coefficient)
+        elif limits != Limits():
             torch._foreach_mul_(gradients, coefficient)
+        spike = (loss > limits.spike_loss) & (total > limits.spike_norm)
+        withhold = torch.where(finite, torch.where(spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
+        withhold = torch.where(huge & torch.isfinite(loss), float(Withhold.HUGE), withhold)
         scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
-        values = torch.cat([torch.stack([v.float() for v in (loss, total, coefficient, scale)]), layer_norms])
-        names = itertools.compress(self.parameters, present)
-        return Row(values, layers, dict(zip(names, tensor_norms, strict=True))), (~finite).float()
+        layers, numbers = self._layers_of(present, norms.device)
+        row = Row(
+            _packed([loss, total, coefficient, scale, withhold], layer_norms(norms, numbers, len(layers)), beside),
+            layers,
+            (tuple(itertools.compress(self.parameters, present)), norms),
+        )
+        return row, (withhold > 0).float()
 
     def nonfinite_weights(self) -> list[str]:
         """Names of the weights, and of buffers that were finite, that hold a NaN or Inf.
@@ -163,8 +123,14 @@ class Probe:
         if self._layer_cache is None or self._layer_cache[0] != present or self._layer_cache[2].device != device:
             names = [layer_of(name) for name in itertools.compress(self.parameters, present)]
             layers = tuple(dict.fromkeys(names))
-            self._layer_cache = present, layers, torch.tensor([layers.index(name) for name in names], device=device)
+            numbers = torch.tensor([layers.index(name) for name in names], pin_memory=device.type == "cuda")
+            self._layer_cache = present, layers, numbers.to(device, non_blocking=True)
         return self._layer_cache[1:]
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or module as it is in the model, without torch.compile's wrapper."""
+    return _WRAPPER.sub("", name).lstrip(".")
 
 
 def layer_of(parameter_name: str) -> str:
@@ -192,30 +158,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return values
 
 
-def _tensor_norms(gradients: list[Tensor], *, bitwise: bool) -> list[Tensor]:
-    """2-norm of each tensor as float32; half precision is accumulated in float32."""
-    rows = {} if bitwise else {place: length for place, g in enumerate(gradients) if (length := _row_length(g))}
-    rest = [gradient for place, gradient in enumerate(gradients) if place not in rows]
-    half = any(gradient.dtype in _HALF_DTYPES for gradient in rest)
-    others = iter(torch._foreach_norm(rest, 2.0, dtype=torch.float32 if half else None) if rest else [])  # noqa: SLF001
-    return [
-        torch.linalg.vector_norm(torch.linalg.vector_norm(gradient.view(-1, rows[place]), dim=1))
-        if place in rows
-        else next(others)
-        for place, gradient in enumerate(gradients)
-    ]
-
-
-def _row_length(gradient: Tensor) -> int:
-    """Elements in a row by which a large float32 tensor on a CPU is summed; 0 where it is not."""
-    if gradient.numel() < _LEAST_ROWS_NUMEL or gradient.device.type != "cpu":
-        return 0
-    if gradient.dtype != torch.float32 or not gradient.is_contiguous():
-        return 0
-    return _divisor(gradient.numel())
-
-
-@functools.cache
-def _divisor(numel: int) -> int:
-    """The largest row length between 16 k and 128 k that divides `numel`; 0 if there is none."""
-    return next((length for length in range(1 << 17, (1 << 14) - 1, -1) if numel % length == 0), 0)
+def _packed(head: list[Tensor], *tails: Tensor | None) -> Tensor:
+    """One float32 vector of scalars and vectors."""
+    values = torch.stack([value.float() for value in head])
+    return torch.cat([values, *(tail.to(values.device).float() for tail in tails if tail is not None)])

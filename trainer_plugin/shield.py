@@ -3,6 +3,7 @@
 Never by multiplying with zero: 0 x NaN is NaN, and a zero gradient still moves weights through momentum and decay.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ class Shield:
     """Withholds the next step of every optimizer when the flag it was armed with is set.
 
     A fused optimizer takes the flag on the device (`found_inf`, its own way to skip a step). Any other is shown
-    parameters without gradients, which is a true no-op; that needs one host read of the flag, inside its step.
+    parameters without gradients, which is a true no-op; that needs the flag on the host, inside its step.
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._bad: Tensor | None = None
+        self._is_bad: Callable[[], bool] = bool
         self._optimizers = optimizers
         self._hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._flagged: set[int] = set()
@@ -31,9 +33,13 @@ class Shield:
             )
         ]
 
-    def arm(self, bad: Tensor | None) -> None:
-        """Guard the coming step with a float32 scalar (1.0: withhold), or let it through with None."""
-        self._bad = bad
+    def arm(self, bad: Tensor, is_bad: Callable[[], bool]) -> None:
+        """Guard the coming step with a float32 scalar on the device (1.0: withhold); `is_bad` reads it on the host."""
+        self._bad, self._is_bad = bad, is_bad
+
+    def disarm(self) -> None:
+        """Let the coming step through."""
+        self._bad = None
 
     def remove(self) -> None:
         """Take the hooks off the optimizers."""
@@ -55,7 +61,7 @@ class Shield:
                 self._flagged.add(id(optimizer))
             else:
                 optimizer.found_inf = torch.maximum(theirs, self._bad.to(theirs.device))  # type: ignore[attr-defined]
-        elif bool(self._bad):  # The one deliberate host read: these optimizers take no flag, or not yet.
+        elif self._is_bad():  # The one deliberate host read: these optimizers take no flag, or not yet.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

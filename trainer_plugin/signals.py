@@ -1,6 +1,22 @@
 """Signals: what one training step showed, as plain numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReading:
+    """One layer after one optimizer step; None where there is no such thing.
+
+    The update is what the step added to the weights. Both moments are in the unit of the gradient: the norm of the
+    first, and the root of the sum of the second.
+    """
+
+    weight_norm: float
+    update_ratio: float | None
+    first_moment_norm: float | None
+    second_moment_norm: float | None
+    activation_max: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -9,8 +25,10 @@ class Signals:
 
     `grad_norm` and `layer_grad_norms` are taken before clipping and after AMP's unscaling; they are None and empty
     when no gradient was there to measure (never 0). A non-finite value is kept as it was. `clip_coefficient` is what
-    every gradient was multiplied with. `withheld` says why the optimizer did not apply this step, if it did not.
-    `loss_mean` is how the loss was made of micro-batches: `none`, `micro_batch` or `token`.
+    every gradient was multiplied with. `surge`: the norm was clipped as one. `withheld` says why the optimizer did not
+    apply this step, if it did not. `huge`: every gradient is finite, yet their norm is beyond float32's squares; an
+    accelerator can only tell the least that it may be. `loss_mean` is how the loss was made of micro-batches: `none`,
+    `micro_batch` or `token`. `layers` holds the layers whose turn it was in the step before.
     """
 
     step: int
@@ -27,4 +45,6 @@ class Signals:
     data_position: int | None
     sample_ids: tuple[str, ...] = ()
     tokens: int | None = None
+    huge: bool = False
+    layers: Mapping[str, LayerReading] = field(default_factory=dict)
     loss_mean: str = "none"

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_plugin.accumulation import Accumulation
+from trainer_plugin.layer_signals import LayerSignals
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.probe import Limits, Probe, Row
+from trainer_plugin.probe import Limits, Probe
+from trainer_plugin.row import Row, RowValues, Withhold
 from trainer_plugin.shield import Shield, is_fused
 from trainer_plugin.signals import Signals
 
@@ -27,6 +29,7 @@ class _Taken:
     sample_ids: tuple[str, ...]
     tokens: int | None
     loss_mean: str
+    layers: tuple[str, ...]
 
 
 class StepReader:
@@ -40,6 +43,7 @@ class StepReader:
         *,
         scaler: Any = None,  # noqa: ANN401 - a GradScaler of any device
         shielded: bool,
+        layer_signals: LayerSignals | None = None,
     ) -> None:
         self._probe = probe
         self._optimizers = optimizers
@@ -47,6 +51,8 @@ class StepReader:
         self._scaler = scaler
         self._shield = Shield(optimizers)
         self._shielded = shielded
+        self._layer_signals = layer_signals
+        self._layers_read: tuple[tuple[str, ...], Tensor] | None = None
         self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
         self.nonfinite_parameters: list[str] = []
@@ -58,6 +64,11 @@ class StepReader:
     def scaled(self) -> bool:
         """Whether AMP scales the loss."""
         return self._scaler is not None
+
+    @property
+    def moments(self) -> dict[str, tuple[str, ...]]:
+        """The layers that are read by turns, each with the moments that its optimizer keeps."""
+        return self._layer_signals.moments() if self._layer_signals is not None else {}
 
     @property
     def shield_kind(self) -> str:
@@ -74,7 +85,7 @@ class StepReader:
         Raises:
             ValueError: neither a loss nor a micro-batch was given.
         """
-        self._shield.arm(None)  # Should the measuring fail, the flag of an earlier step must not decide this one.
+        self._shield.disarm()  # Should the measuring fail, the flag of an earlier step must not decide this one.
         accumulated, tokens = self.accumulation.finish(), None
         if accumulated is not None:
             mean, tokens, ids = accumulated
@@ -87,8 +98,11 @@ class StepReader:
         if self._scaler is not None:
             self._unscale()
             scale = self._scaler.scale(torch.ones((), device=loss.device))
-        row, bad = self._probe.measure(loss, limits, scale=scale)
-        self._shield.arm(bad if self._shielded else None)
+        layers, beside = self._layers_read or ((), None)
+        self._layers_read = None
+        row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside)
+        if self._shielded:
+            self._shield.arm(bad, row.bad)
         taken = _Taken(
             step=step,
             row=row,
@@ -96,30 +110,41 @@ class StepReader:
             sample_ids=tuple(sample_ids),
             tokens=tokens,
             loss_mean=self.accumulation.mean,
+            layers=layers,
         )
         self._taken.append(taken)
         self.measured += 1
 
+    def watch_layers(self, step: int) -> None:
+        """Step number `step` goes to the optimizer: keep what its layers' signals need."""
+        if self._layer_signals is not None:
+            self._layer_signals.before_optimizer(step)
+
+    def read_layers(self, step: int) -> None:
+        """Step number `step` has left the optimizer: measure its layers. Their values go with the next row."""
+        if self._layer_signals is not None:
+            self._layers_read = self._layer_signals.after_optimizer()
+            self._layer_signals.listen(step + 1)
+
     def arrived(self, *, step_seconds: float, data_wait_seconds: float, data_position: int | None) -> Iterator[Signals]:
         """The signals of the steps whose values are due; `nonfinite_parameters` goes with the one yielded last."""
-        while len(self._taken) > self._lag_steps:
+        # What the shield has read in the optimizer's step is here already.
+        while self._taken and (len(self._taken) > self._lag_steps or self._taken[0].row.known):
             taken = self._taken.popleft()
             values = taken.row.read()
             norm = values.grad_norm
             finite_norm = norm is None or math.isfinite(norm)
             self.nonfinite_parameters = [] if finite_norm else taken.row.nonfinite_parameters()
-            withheld = None
-            if self._scaler is not None and not finite_norm and math.isfinite(values.loss):
-                withheld = "amp_overflow"
-            elif self._shielded and not (finite_norm and math.isfinite(values.loss)):
-                withheld = "nonfinite"
+            withheld = self._withheld(values)
             yield Signals(
                 step=taken.step,
                 loss=values.loss,
                 grad_norm=norm,
                 layer_grad_norms=values.layer_grad_norms,
                 clip_coefficient=values.clip_coefficient,
-                surge=norm is not None and finite_norm and norm > taken.limits.surge_above,
+                huge=values.withhold == Withhold.HUGE,
+                # What is withheld needs no other remedy.
+                surge=withheld is None and norm is not None and finite_norm and norm > taken.limits.surge_above,
                 withheld=withheld,
                 amp_loss_scale=values.amp_loss_scale if self._scaler is not None else None,
                 learning_rates=self._learning_rate.effective(),
@@ -129,16 +154,31 @@ class StepReader:
                 sample_ids=taken.sample_ids,
                 tokens=taken.tokens,
                 loss_mean=taken.loss_mean,
+                layers=LayerSignals.read(taken.layers, values.beside),
             )
 
     def forget(self) -> None:
         """Drop what is on its way: the run has gone back."""
         self._taken.clear()
         self.accumulation.clear()
+        self._layers_read = None
+        if self._layer_signals is not None:
+            self._layer_signals.forget()
 
     def remove(self) -> None:
-        """Take the shield off the optimizers."""
+        """Take the shield off the optimizers, and the hooks off the model."""
         self._shield.remove()
+        if self._layer_signals is not None:
+            self._layer_signals.remove()
+
+    def _withheld(self, values: RowValues) -> str | None:
+        """Why no update came of a step, if none did."""
+        norm_finite = values.grad_norm is None or math.isfinite(values.grad_norm)
+        if self._scaler is not None and not norm_finite and math.isfinite(values.loss):
+            return "amp_overflow"
+        if not self._shielded or values.withhold == Withhold.NO:
+            return None
+        return "nonfinite" if values.withhold == Withhold.NONFINITE else "spike"
 
     def _unscale(self) -> None:
         """Divide the gradients by the loss scale, unless the loop has done so already in this step."""
