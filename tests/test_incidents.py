@@ -69,6 +69,7 @@ def test_evidence_is_bounded(incident):
         ({"ema_ratio:grad_norm": 9, "robust:loss": 5}, 1.0, "gradient_explosion"),
         ({"nonfinite:loss": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
         ({"nonfinite:grad_norm": 9, "robust:loss": 5}, 1.0, "numerical"),
+        ({"drift:amp_loss_scale": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
         ({}, 1.0, "unknown"),
     ],
 )

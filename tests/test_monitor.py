@@ -148,6 +148,38 @@ def test_updates_withheld_in_a_row_are_counted(run):
     assert run.calm(1).readings.withheld_steps == 0
 
 
+def test_spikes_have_two_limits_and_an_end(run):
+    """Loss and norm have to pass the limits of their robust detectors; after three in a row there are none any more."""
+    state = run.monitor.state_dict()["loss_robust"]
+    loss_limit, norm_limit = run.monitor.spike_limits
+    assert loss_limit == pytest.approx(state["center"] + 8.0 * state["scale"])
+    assert norm_limit >= 3.0 * 0.9
+    for number in range(3):
+        assert run.monitor.spike_limits == (loss_limit, norm_limit), number
+        run.show(loss_limit + 1.0, grad_norm=norm_limit + 1.0, withheld="spike")
+    assert run.monitor.spike_limits == (math.inf, math.inf)
+    run.show(loss_limit + 1.0, grad_norm=norm_limit + 1.0)  # Applied, and still outside: not one bad batch.
+    assert run.monitor.spike_limits == (math.inf, math.inf)
+    run.calm(1)
+    assert math.isfinite(run.monitor.spike_limits[0])
+
+
+def test_in_warm_up_there_is_no_spike_limit():
+    """Nothing finite is withheld before the robust detectors are warm."""
+    assert Run().calm(WARM - 1).monitor.spike_limits == (math.inf, math.inf)
+
+
+def test_a_loss_scale_out_of_its_range_acts(run):
+    """A collapse is a verdict that acts, and a reading; without a scaler there is none."""
+    run.calm(5)
+    assert not run.readings.amp_scale_collapsed
+    run.show(2.0, amp_loss_scale=0.5)
+    assert run.readings.amp_scale_collapsed
+    assert run.acting()[-1][1:] == ("drift", "amp_loss_scale")
+    run.show(2.0, amp_loss_scale=1024.0)
+    assert not run.readings.amp_scale_collapsed
+
+
 def test_baselines_are_frozen_while_the_loss_is_unrecovered(run):
     """From the first bad step to the recovery, no baseline learns from the loss or from the gradient (R7)."""
     before = run.baselines()

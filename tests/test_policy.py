@@ -60,7 +60,7 @@ class Job:
         """The open incident."""
         return self.policy.open_incident
 
-    def see(self, *found, surge=False, withheld=None, weights_finite=True, ratio=1.0, seconds=0.5):
+    def see(self, *found, surge=False, withheld=None, weights_finite=True, ratio=1.0, seconds=0.5, collapsed=False):
         """Run one step in which these detectors (`detector:signal`) speak; return incidents opened or healed."""
         self.step += 1
         self.steps_total += 1
@@ -78,7 +78,7 @@ class Job:
             )  # fmt: skip
         return self.policy.observe(
             signals(self.step, 2.0, surge=surge, withheld=withheld),
-            _readings(unrecovered=self.unrecovered, withheld=self.withheld, ratio=ratio),
+            _readings(unrecovered=self.unrecovered, withheld=self.withheld, ratio=ratio, collapsed=collapsed),
             verdicts,
             weights_finite=weights_finite,
             steps_total=self.steps_total,
@@ -131,9 +131,10 @@ class Job:
         return self
 
 
-def _readings(*, unrecovered, withheld, ratio):
+def _readings(*, unrecovered, withheld, ratio, collapsed=False):
     changed = {name: getattr(QUIET, name) for name in Readings.__dataclass_fields__}
     changed |= {"loss_unrecovered_steps": unrecovered, "withheld_steps": withheld, "grad_norm_ema_ratio": ratio}
+    changed["amp_scale_collapsed"] = collapsed
     changed["loss_high_steps"] = dict.fromkeys((1.2, 1.5, 2.0, 3.0), unrecovered)
     return Readings(**changed)
 
@@ -182,6 +183,56 @@ def test_out_of_the_robust_band_tightens_the_clip_once(job, sign):
         job.see(sign)
         job.obey()
     assert job.went == [("clip", "local", "done")]
+
+
+def test_a_withheld_spike_is_its_own_remedy(job):
+    """A batch that was left out is recorded as skipped, once, and needs no clip if the loss comes back."""
+    job.see("robust:loss", "robust:grad_norm", withheld="spike")
+    job.obey()
+    job.see("robust:loss", "robust:grad_norm", withheld="spike")
+    job.obey()
+    assert [(r.action, r.outcome) for r in job.incident.remedies] == [("skip_batch", "done")]
+    assert job.calm(HEALED_STEPS) == []
+    assert job.policy.state.incidents[-1].healed
+
+
+def test_a_spike_that_was_withheld_in_vain_tightens_the_clip(job):
+    """When a later step is out of its band too, and was applied, the next remedy has its turn."""
+    job.see("robust:loss", "robust:grad_norm", withheld="spike")
+    job.obey()
+    job.see()
+    job.obey()
+    assert job.went == []
+    job.see("robust:loss")
+    job.obey()
+    assert job.went == [("clip", "local", "done")]
+
+
+def test_a_collapsed_loss_scale_lowers_the_rate_by_the_alert_or_else_by_the_job(job):
+    """The alert comes first; after its grace the job lowers the rate itself; either way once, and never by a clip."""
+    for _ in range(5):
+        job.see("drift:amp_loss_scale", collapsed=True)
+        job.obey()
+    assert job.went == []
+    job.obey(job.alert("lower_lr", alert="TrainAmpScaleCollapse"))
+    assert job.went == [("lower_lr", "alert", "done")]
+
+    alone = Job(loop_up=False)
+    for _ in range(5):
+        alone.see("drift:amp_loss_scale", collapsed=True)
+        alone.obey()
+    assert alone.went == [("lower_lr", "local", "done")]
+    assert alone.incident.class_ == "numerical"
+
+
+def test_a_runaway_loss_scale_has_no_remedy():
+    """A scale that only grows is an incident for people: the job does nothing to the weights."""
+    alone = Job(loop_up=False)
+    for _ in range(50):
+        alone.see("drift:amp_loss_scale")
+        alone.obey()
+    assert alone.went == []
+    assert alone.incident.class_ == "numerical"
 
 
 def test_a_run_that_does_not_clip_is_not_told_to():
@@ -364,7 +415,14 @@ def test_an_alert_of_another_future_is_stale(healed, job, changes):
 
 
 @pytest.mark.parametrize(
-    "alert", ["TrainLossNotRecovering", "TrainLossSpikeSustained", "TrainNoUpdates", "TrainWeightsNonFinite"]
+    "alert",
+    [
+        "TrainLossNotRecovering",
+        "TrainLossSpikeSustained",
+        "TrainNoUpdates",
+        "TrainWeightsNonFinite",
+        "TrainAmpScaleCollapse",
+    ],
 )
 def test_an_alert_that_is_no_longer_so_is_stale(job, alert):
     """What the job itself measures is held against its present reading."""

@@ -32,15 +32,15 @@ class Accumulation:
         """The step's loss, its tokens where all are known, and its sample ids; None if there was no micro-batch."""
         if not self._losses:
             return None
-        losses = torch.stack(self._losses)
         known = [tokens for tokens in self._tokens if tokens is not None]
         total = sum(known) if len(known) == len(self._tokens) else 0
         if total > 0:
             self.mean = "token"
-            loss = (losses * torch.tensor([count / total for count in known], device=losses.device)).sum()
+            # Plain numbers, not a tensor of them: that would have to be copied to the device, and be waited for.
+            loss = torch.stack([one * (count / total) for one, count in zip(self._losses, known, strict=True)]).sum()
         else:
             self.mean = "micro_batch"
-            loss = losses.mean()
+            loss = torch.stack(self._losses).mean()
         sample_ids = self._sample_ids
         self.clear()
         return loss, total or None, sample_ids

@@ -30,8 +30,6 @@ HEALED_STEPS = 20
 NO_UPDATES_STEPS = 10
 # Two outliers of the gradient norm within so many steps are no chance.
 TAIL_STEPS = 10
-# A batch that was left out has done no harm, if the loss is back within so many steps.
-SKIPPED_STEPS = 10
 
 
 class Policy:
@@ -53,6 +51,7 @@ class Policy:
         self._sustained_steps = sustained_steps
         self._slow_since: float | None = None
         self._surged = False
+        self._out_of_band = False
         self._tail_step: int | None = None
         self._weights_finite = True
         self._readings: Readings | None = None
@@ -78,6 +77,9 @@ class Policy:
         acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
         changed = []
         incident = self.open_incident
+        # What was withheld has its remedy already.
+        banded = any(verdict.detector not in ("nonfinite", "drift") for verdict in acting)
+        self._out_of_band = (self._out_of_band and incident is not None) or (banded and signals.withheld != "spike")
         if acting and incident is None and not self._lone_tail(acting, signals.step):
             incident = self.state.open(min(verdict.first_step for verdict in acting), signals.step, steps_total)
             changed.append(incident)
@@ -212,11 +214,8 @@ class Policy:
         slow = self._slow(incident, readings, moment)
         if slow is not None:
             return self._local(*slow, incident, moment)
-        banded = any(sign.split(":")[0] not in ("nonfinite", "drift") for sign in incident.signs)
-        remedied = {remedy.action for remedy in incident.remedies} - {"note"}
-        if readings.loss_unrecovered_steps > SKIPPED_STEPS:
-            remedied.discard("skip_batch")
-        if banded and not remedied and self._actions.clip_max_norm is not None:
+        remedied = {remedy.action for remedy in incident.remedies} - {"note", "skip_batch"}
+        if self._out_of_band and not remedied and self._actions.clip_max_norm is not None:
             return self._local("clip", "out of the robust band", incident, moment)
         return None
 

@@ -1,0 +1,160 @@
+"""The Guard that withholds finite spikes, if it is asked to: a toxic batch is as if it had never been."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from training import equal, tiny_model
+
+TOXIC = 60
+KINDS = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+}
+
+
+class Spiky:
+    """A job with a schedule whose batches come by number; some of them are toxic."""
+
+    def __init__(self, make_guard, *, kind="fused", scaled=False, folder=None, **options):
+        self.model = tiny_model()
+        self.optimizer = KINDS[kind](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.999)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        self.signals = []
+        self.guard = make_guard(
+            self,
+            scaler=self.scaler,
+            on_signals=self.signals.append,
+            run=folder or "tiny",
+            detection={"sustained_steps": 50},  # Longer than a single bad step takes to be called recovered.
+            **options,
+        ).guard
+        self.page = self.guard.page
+
+    data = None
+
+    def step(self, number, *, toxic=False):
+        """One step on batch `number`."""
+        generator = torch.Generator().manual_seed(number)
+        batch = torch.randn(64, 4, generator=generator)
+        noise = torch.randn(64, 1, generator=generator)  # What cannot be learnt keeps the loss of a good batch even.
+        targets = (batch.sum(1, keepdim=True) + noise) * (100.0 if toxic else 1.0)
+        loss = nn.functional.mse_loss(self.model(batch), targets)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.guard.before_optimizer(loss)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.guard.end_step()
+        self.guard._parts.checkpoints.wait()
+
+    def outcome(self):
+        """Weights, moments and step counts."""
+        moments = [value.clone() for state in self.optimizer.state.values() for value in state.values()]
+        return [p.detach().clone() for p in self.model.parameters()] + moments
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_toxic_batch_is_as_if_it_had_never_been(make_guard, kind, scaled):
+    """Weights, moments, step counts and schedule are bit for bit those of the twin that left the batch out."""
+    guarded = Spiky(make_guard, kind=kind, scaled=scaled, actions={"withhold_spikes": True})
+    twin = Spiky(make_guard, kind=kind, scaled=scaled, folder="twin", actions={"withhold_spikes": True})
+    for number in range(120):
+        guarded.step(number, toxic=number == TOXIC)
+        if number != TOXIC:
+            twin.step(number)
+    assert equal(guarded.outcome(), twin.outcome())
+    assert guarded.optimizer.param_groups[0]["lr"] == twin.optimizer.param_groups[0]["lr"]
+    page = guarded.page
+    assert page.value("train_steps_skipped_total", "spike") == 1
+    assert page.value("train_actions_total", "skip_batch", "local", "done") == 1
+    assert page.value("train_actions_total", "clip", "local", "done") == 0
+    assert page.value("train_rollback_lost_steps_total") == 0
+    (incident,) = guarded.guard._parts.policy.state.incidents
+    assert [remedy.action for remedy in incident.remedies] == ["skip_batch"]
+    assert incident.healed
+    assert twin.guard._parts.policy.state.incidents == []
+
+
+def test_by_default_a_spike_is_clipped_and_applied(make_guard):
+    """Without the option the same batch reaches the weights, clipped as a surge."""
+    job = Spiky(make_guard)
+    for number in range(TOXIC):
+        job.step(number)
+    before = job.outcome()
+    job.step(TOXIC, toxic=True)
+    assert not equal(before, job.outcome())
+    assert job.signals[-1].withheld is None
+    assert job.signals[-1].surge
+    assert job.page.value("train_steps_skipped_total", "spike") == 0
+
+
+def test_a_jump_of_the_loss_over_a_calm_gradient_is_applied(make_guard):
+    """Both gates must be passed: a loss that jumps alone is no reason to lose a batch."""
+    job = Spiky(make_guard, actions={"withhold_spikes": True})
+    for number in range(TOXIC):
+        job.step(number)
+    loss_limit, norm_limit = job.guard._parts.monitor.spike_limits
+    assert math.isfinite(loss_limit)
+    assert math.isfinite(norm_limit)
+    assert norm_limit >= 3.0 * job.page.value("train_grad_norm_robust_center")
+    job.model[3].bias.data.add_(2.0)  # A few times the loss, and its gradient at most a few times as large.
+    job.step(TOXIC)
+    assert job.signals[-1].loss > loss_limit
+    assert job.signals[-1].grad_norm < norm_limit
+    assert job.signals[-1].withheld is None
+
+
+def test_a_spike_that_goes_on_is_trained_on(make_guard):
+    """After three in a row the data have changed, and not one batch: the fourth is applied, and so are all after it."""
+    job = Spiky(make_guard, actions={"withhold_spikes": True})
+    for number in range(TOXIC):
+        job.step(number)
+    for number in range(TOXIC, TOXIC + 8):
+        job.step(number, toxic=True)
+    assert [signals.withheld for signals in job.signals[TOXIC:]] == ["spike"] * 3 + [None] * 5
+
+
+@pytest.mark.parametrize("mode", ["observe", "assist"])
+def test_nothing_is_withheld_where_the_job_may_not_act(make_guard, mode):
+    """In `observe` and `assist` the option changes nothing."""
+    job = Spiky(make_guard, mode=mode, actions={"withhold_spikes": True})
+    for number in range(TOXIC + 1):
+        job.step(number, toxic=number == TOXIC)
+    assert job.signals[-1].withheld is None
+
+
+def test_in_warm_up_no_finite_value_is_a_spike(make_guard):
+    """R1: before the baselines are known nothing finite is withheld."""
+    job = Spiky(make_guard, actions={"withhold_spikes": True})
+    for number in range(10):
+        job.step(number, toxic=number == 8)
+    assert [signals.withheld for signals in job.signals] == [None] * 10
+
+
+def test_p02_a_huge_gradient_is_withheld_and_counted(make_guard):
+    """Finite elements of 1e20: no NaN, no Inf, a norm of 1e21 and more on the page, and the weights stay."""
+    job = Spiky(make_guard)
+    for number in range(30):
+        job.step(number)
+    before = job.outcome()
+    job.model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, 1e20))
+    job.step(30)
+    assert equal(before, job.outcome())
+    assert job.signals[-1].huge
+    assert job.signals[-1].withheld == "spike"
+    assert job.page.value("train_grad_norm") == pytest.approx(1e20 * math.sqrt(32), rel=1e-6)
+    assert job.page.value("train_layer_grad_norm", "0") == pytest.approx(1e20 * math.sqrt(32), rel=1e-6)
+    assert job.page.value("train_grad_norm_huge_total") == 1
+    assert job.page.value("train_nonfinite_total", "grad") == 0
+    (incident,) = job.guard._parts.policy.state.incidents
+    assert incident.class_ == "gradient_explosion"
