@@ -311,7 +311,7 @@ def test_a_list_of_two_optimizers_is_one_run(tmp_path):
     assert equal(good[0], list(model.parameters()))
     assert equal(good[1], moments())
     step()
-    assert guard._parts.learning_rate.effective() == (0.005, 0.005)
+    assert guard._parts.learning_rate.effective() == [0.005, 0.005]
     assert not equal(good[1], moments())
     guard.close()
 

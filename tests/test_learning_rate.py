@@ -165,19 +165,21 @@ def test_remove_gives_the_schedule_its_rate_back():
     assert len(schedule.optimizer._optimizer_step_pre_hooks) == 1
 
 
-def test_effective_tells_the_rate_of_the_last_step():
-    """What is exported is the rate that was used: the schedule before any step, then schedule x factor."""
+def test_effective_tells_the_rate_of_the_coming_step():
+    """What is exported is the rate that is used next: schedule x factor."""
     schedule = constant()
-    assert schedule.factor.effective() == (0.1, 0.1)
+    assert schedule.factor.effective() == [0.1, 0.1]
     schedule.lower()
-    schedule.run(1)
-    assert schedule.factor.effective() == (0.05, 0.05)
+    assert schedule.factor.effective() == schedule.run(1).used[-1] == [0.05, 0.05]
 
 
 def test_effective_does_not_follow_a_tensor_that_the_scheduler_changes():
-    """A tensor rate is copied when it is used: the scheduler's next value is not taken for the last step's."""
-    schedule = Schedule(SCHEDULERS["exponential"], torch.tensor(0.1)).run(1)
-    assert schedule.factor.effective() == pytest.approx((0.1, 0.1))
+    """A tensor rate is copied, and not read: the scheduler's next value is not taken for this step's."""
+    schedule = Schedule(SCHEDULERS["exponential"], torch.tensor(0.1))
+    before = schedule.factor.effective()
+    schedule.run(1)
+    assert [rate.item() for rate in before] == pytest.approx([0.1, 0.1])
+    assert [rate.item() for rate in schedule.factor.effective()] == pytest.approx([0.097, 0.097])
 
 
 def test_a_state_taken_up_by_a_new_process_goes_on():
@@ -199,5 +201,5 @@ def test_every_optimizer_is_lowered():
     for weight, optimizer in zip(weights, optimizers, strict=True):
         weight.grad = torch.ones(1)
         optimizer.step()
-    assert factor.effective() == (0.05, 0.15)
+    assert factor.effective() == [0.05, 0.15]
     assert [weight.item() for weight in weights] == pytest.approx([0.95, 0.85])

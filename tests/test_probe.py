@@ -102,8 +102,9 @@ def test_measuring_reads_nothing_on_the_host():
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     loss = torch.empty((), device="meta")
-    limits = Limits(max_norm=1.0, surge_above=3.0, surge_clip=0.5)
-    row, bad = Probe(model).measure(loss, limits, scale=torch.empty((), device="meta"))
+    limits = Limits(max_norm=1.0, surge_above=3.0, surge_clip=0.5, spike_loss=5.0, spike_norm=2.0)
+    beside = [torch.empty(7, device="meta")]
+    row, bad = Probe(model).measure(loss, limits, scale=torch.empty((), device="meta"), beside=beside)
     assert bad.is_meta
     with pytest.raises((RuntimeError, NotImplementedError)):
         row.read()
@@ -213,6 +214,38 @@ def test_a_surge_has_a_limit_of_its_own(above, clipped_to):
     model = two_parameters([3.0, 4.0], [0.0])
     Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0, surge_above=above, surge_clip=0.5))
     assert model.first.grad.norm().item() == pytest.approx(clipped_to, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "withhold"),
+    [(6.0, 5.0, Withhold.SPIKE), (4.0, 5.0, Withhold.NO), (6.0, 3.0, Withhold.NO), (math.nan, 5.0, Withhold.NONFINITE)],
+)
+def test_a_spike_passes_two_gates(loss, norm, withhold):
+    """Only a finite step with its loss and its norm both above their limits is a spike; it is bad, and clipped."""
+    model = two_parameters([norm, 0.0], [0.0])
+    limits = Limits(max_norm=1.0, spike_loss=5.0, spike_norm=4.0)
+    row, bad = Probe(model).measure(torch.tensor(loss), limits)
+    assert row.read().withhold is withhold
+    assert bad.item() == float(withhold is not Withhold.NO)
+
+
+def test_in_observe_a_bad_step_is_torchs_own():
+    """With `bitwise`, what torch's clip does to NaN, Inf and huge gradients is done here as well, bit for bit."""
+    for poison in (math.nan, math.inf, 1e25):
+        ours, torchs = (two_parameters([3.0, 4.0], [poison, 1.0]) for _ in range(2))
+        nn.utils.clip_grad_norm_(torchs.parameters(), 1.0)
+        Probe(ours, bitwise=True).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+        for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
+            assert torch.equal(mine.grad.nan_to_num(7.0), theirs.grad.nan_to_num(7.0))
+
+
+def test_what_is_handed_over_travels_beside_the_row():
+    """Other vectors come out of the same row, in their order, with gradients or without."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    beside = [torch.tensor([7.0]), torch.tensor([8.0, 9.0])]
+    assert Probe(model).measure(torch.tensor(1.0), Limits(), beside=beside)[0].read().beside == (7.0, 8.0, 9.0)
+    model.zero_grad()
+    assert Probe(model).measure(torch.tensor(1.0), Limits(), beside=beside)[0].read().beside == (7.0, 8.0, 9.0)
 
 
 def test_weights_finite_finds_one_bad_element():

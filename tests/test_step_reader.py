@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.layer_signals import LayerSignals
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.monitor import Monitor
 from trainer_plugin.probe import Limits, Probe
@@ -133,6 +134,33 @@ def test_only_a_scalers_own_overflow_halves_the_scale():
     assert reading.scaler.get_scale() == 8.0
     reading.step(gradient=math.inf)
     assert reading.scaler.get_scale() == 4.0
+
+
+def test_rates_that_are_tensors_arrive_with_their_step():
+    """A tensor rate travels beside the row, in its place among plain ones, and is that of the step itself."""
+    reading = Reading()
+    rate = torch.tensor(0.25)
+    reading.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": rate})
+    reading.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    reading.model().backward()
+    reading.reader.take(torch.tensor(1.0), step=1, limits=Limits(), sample_ids=())
+    rate.fill_(9.0)
+    (signals,) = reading.reader.arrived(step_seconds=0.0, data_wait_seconds=0.0, data_position=None)
+    assert signals.learning_rates == (1e-3, 0.25, 0.5)
+
+
+def test_layers_arrive_with_the_next_step():
+    """What was read of a layer after one step is among the signals of the next; a rollback drops it."""
+    reading = Reading()
+    reading.reader._layer_signals = LayerSignals({"weight": [reading.model.weight]}, [reading.optimizer], every=1)
+    for number in range(3):
+        reading.reader.watch_layers(number)
+        (signals,) = reading.step()
+        assert list(signals.layers) == (["weight"] if number else [])
+        reading.reader.read_layers(number)
+    assert signals.layers["weight"].update_ratio == pytest.approx(5e-3 / math.sqrt(2.0), rel=2e-2)
+    reading.reader.forget()
+    assert reading.step()[0].layers == {}
 
 
 def test_a_surge_is_told():

@@ -8,7 +8,7 @@ holds the schedule alone.
 from typing import Any
 
 import msgspec
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -27,7 +27,6 @@ class LrFactor:
         self.state = state or LrState()
         self.factor = 1.0
         self._schedule: list[tuple[dict[str, Any], Any]] = []
-        self._effective: dict[int, tuple[Any, ...]] = {}
         self._optimizers = optimizers
         self._hooks = [
             hook
@@ -64,13 +63,12 @@ class LrFactor:
             self.factor = 1.0
         return self.factor
 
-    def effective(self) -> tuple[float, ...]:
-        """The learning rate of each group in the last step, group after group, optimizer after optimizer."""
-        rates: list[float] = []
-        for optimizer in self._optimizers:
-            known = self._effective.get(id(optimizer))
-            rates += map(float, known or [group["lr"] for group in optimizer.param_groups])
-        return tuple(rates)
+    def effective(self) -> list[float | Tensor]:
+        """The rate of each group in the coming step, group after group, optimizer after optimizer.
+
+        A rate that is a tensor stays one, and on its device: whether to read it is not decided here.
+        """
+        return [group["lr"] * self.factor for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def remove(self) -> None:
         """Take the hooks off the optimizers and leave the schedule's own rates behind."""
@@ -86,7 +84,6 @@ class LrFactor:
                 self._schedule.append((group, rate))
                 # Replaced, never changed in place: a tensor given once is the same object in every group.
                 group["lr"] = rate * self.factor
-        self._effective[id(optimizer)] = tuple(_copy(group["lr"]) for group in optimizer.param_groups)
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
         self._restore()
@@ -95,8 +92,3 @@ class LrFactor:
         for group, rate in self._schedule:
             group["lr"] = rate
         self._schedule.clear()
-
-
-def _copy(rate: float | torch.Tensor) -> float | torch.Tensor:
-    """A tensor rate is copied, since a scheduler changes it in place."""
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -6,6 +6,7 @@ Nothing here reads a value on the host (on a CPU, where that waits for nothing, 
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,12 +59,12 @@ class Probe:
         self._layer_cache: tuple[tuple[bool, ...], tuple[str, ...], Tensor] | None = None
 
     def measure(
-        self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None, beside: Tensor | None = None
+        self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None, beside: Sequence[Tensor] = ()
     ) -> tuple[Row, Tensor]:
         """Measure the gradients, clip them in place, and return `(row, bad)`, both on the device.
 
-        `scale` is AMP's loss scale, shape []; the gradients have been divided by it already. `beside` is a vector of
-        other values that shall go to the host with this row. `bad` is a float32 scalar: 1.0 when the update is to be
+        `scale` is AMP's loss scale, shape []; the gradients have been divided by it already. `beside` are vectors
+        of other values that shall go to the host with this row. `bad` is a float32 scalar: 1.0 when the update is to be
         withheld (`Withhold`), else 0.0; the gradients of a step that is not finite are left exactly as they were.
 
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
@@ -76,7 +77,7 @@ class Probe:
         if not gradients:
             bad = (~torch.isfinite(loss)).float()
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
-            return Row(_packed(head, beside)), bad
+            return Row(_packed(head, *beside)), bad
         norms = torch.stack(tensor_norms(gradients, bitwise=self._bitwise))
         total = torch.linalg.vector_norm(norms)
         huge = torch.zeros_like(total, dtype=torch.bool)
@@ -104,7 +105,7 @@ class Probe:
         scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
         layers, numbers = self._layers_of(present, norms.device)
         row = Row(
-            _packed([loss, total, coefficient, scale, withhold], layer_norms(norms, numbers, len(layers)), beside),
+            _packed([loss, total, coefficient, scale, withhold], layer_norms(norms, numbers, len(layers)), *beside),
             layers,
             (tuple(itertools.compress(self.parameters, present)), norms),
         )
@@ -158,7 +159,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return values
 
 
-def _packed(head: list[Tensor], *tails: Tensor | None) -> Tensor:
+def _packed(head: list[Tensor], *tails: Tensor) -> Tensor:
     """One float32 vector of scalars and vectors."""
     values = torch.stack([value.float() for value in head])
-    return torch.cat([values, *(tail.to(values.device).float() for tail in tails if tail is not None)])
+    return torch.cat([values, *(tail.to(values.device).float() for tail in tails)])

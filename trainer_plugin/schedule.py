@@ -18,13 +18,13 @@ class Schedule:
         self._scheduler = scheduler
         self._optimizers = optimizers
         self._state: Any = None
-        self._rates: list[float] = []
+        self._rates: list[float | Tensor] = []
 
     def mark(self) -> None:
         """Remember where the schedule stands before the loop steps it."""
         if self._scheduler is not None:
             self._state = copy.deepcopy(self._scheduler.state_dict())
-            self._rates = [float(group["lr"]) for group in self._groups()]
+            self._rates = [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self._groups()]
 
     def take_back(self) -> None:
         """Put it where it stood at the last mark."""
@@ -32,8 +32,8 @@ class Schedule:
             return
         self._scheduler.load_state_dict(copy.deepcopy(self._state))
         for group, rate in zip(self._groups(), self._rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
 

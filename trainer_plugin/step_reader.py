@@ -21,7 +21,10 @@ from trainer_plugin.signals import Signals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Taken:
-    """A step that was measured and whose values are on their way."""
+    """A step that was measured and whose values are on their way, those beside its row in the order of the fields.
+
+    A rate of None is a tensor and beside the row; so are the values of `layers`.
+    """
 
     step: int
     row: Row
@@ -29,6 +32,7 @@ class _Taken:
     sample_ids: tuple[str, ...]
     tokens: int | None
     loss_mean: str
+    rates: tuple[float | None, ...]
     layers: tuple[str, ...]
 
 
@@ -98,8 +102,12 @@ class StepReader:
         if self._scaler is not None:
             self._unscale()
             scale = self._scaler.scale(torch.ones((), device=loss.device))
-        layers, beside = self._layers_read or ((), None)
+        layers, layer_values = self._layers_read or ((), None)
         self._layers_read = None
+        rates = self._learning_rate.effective()
+        beside = [rate.reshape(1) for rate in rates if isinstance(rate, Tensor)]
+        if layer_values is not None:
+            beside.append(layer_values)
         row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside)
         if self._shielded:
             self._shield.arm(bad, row.bad)
@@ -110,6 +118,7 @@ class StepReader:
             sample_ids=tuple(sample_ids),
             tokens=tokens,
             loss_mean=self.accumulation.mean,
+            rates=tuple(None if isinstance(rate, Tensor) else rate for rate in rates),
             layers=layers,
         )
         self._taken.append(taken)
@@ -136,6 +145,7 @@ class StepReader:
             finite_norm = norm is None or math.isfinite(norm)
             self.nonfinite_parameters = [] if finite_norm else taken.row.nonfinite_parameters()
             withheld = self._withheld(values)
+            beside = iter(values.beside)
             yield Signals(
                 step=taken.step,
                 loss=values.loss,
@@ -147,14 +157,14 @@ class StepReader:
                 surge=withheld is None and norm is not None and finite_norm and norm > taken.limits.surge_above,
                 withheld=withheld,
                 amp_loss_scale=values.amp_loss_scale if self._scaler is not None else None,
-                learning_rates=self._learning_rate.effective(),
+                learning_rates=tuple(next(beside) if rate is None else rate for rate in taken.rates),
                 step_seconds=step_seconds,
                 data_wait_seconds=data_wait_seconds,
                 data_position=data_position,
                 sample_ids=taken.sample_ids,
                 tokens=taken.tokens,
                 loss_mean=taken.loss_mean,
-                layers=LayerSignals.read(taken.layers, values.beside),
+                layers=LayerSignals.read(taken.layers, tuple(beside)),
             )
 
     def forget(self) -> None:
