@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer_plugin.probe import Limits, Probe, layer_of
-from trainer_plugin.row import Withhold
+from trainer_plugin.row import HUGE_NORM, Withhold
 
 
 class Stack(nn.Module):
@@ -62,14 +62,14 @@ def test_large_tensors_are_as_exact():
     assert Probe(model).measure(torch.tensor(1.0), Limits())[0].read().grad_norm == pytest.approx(exact, rel=2e-6)
 
 
-def test_bitwise_norms_are_torchs_for_large_tensors_too():
+def test_torchs_clip_is_torchs_for_large_tensors_too():
     """In `observe` the clip of a large model is that of the loop without a guard, to the last bit."""
     ours = give_gradients(nn.Linear(1024, 1024))
     torchs = copy.deepcopy(ours)
     for mine, other in zip(ours.parameters(), torchs.parameters(), strict=True):
         other.grad = mine.grad.clone()
     nn.utils.clip_grad_norm_(torchs.parameters(), 1.0)
-    Probe(ours, bitwise=True).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+    Probe(ours, torchs_clip=True).measure(torch.tensor(1.0), Limits(max_norm=1.0))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), torchs.parameters(), strict=True))
 
 
@@ -86,6 +86,17 @@ def test_p02_a_norm_beyond_float32s_squares_is_huge_not_infinite():
     assert bad.item() == 1.0
     assert row.nonfinite_parameters() == []
     assert model.weight.grad.tolist() == [pytest.approx([0.1] * 100)]
+
+
+def test_elements_near_float32s_end_are_huge_as_well():
+    """Where even the norm is beyond float32, finite gradients are huge, left as they are, and not called infinite."""
+    model = nn.Linear(100, 1, bias=False)
+    model.weight.grad = torch.full((1, 100), 1e38)
+    row, bad = Probe(model).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+    assert row.read().withhold == Withhold.HUGE
+    assert row.read().grad_norm == HUGE_NORM
+    assert bad.item() == 1.0
+    assert bool(torch.isfinite(model.weight.grad).all())
 
 
 def test_a_half_precision_norm_does_not_overflow():
@@ -230,11 +241,11 @@ def test_a_spike_passes_two_gates(loss, norm, withhold):
 
 
 def test_in_observe_a_bad_step_is_torchs_own():
-    """With `bitwise`, what torch's clip does to NaN, Inf and huge gradients is done here as well, bit for bit."""
+    """With `torchs_clip`, what torch's clip does to NaN, Inf and huge gradients is done here as well, bit for bit."""
     for poison in (math.nan, math.inf, 1e25):
         ours, torchs = (two_parameters([3.0, 4.0], [poison, 1.0]) for _ in range(2))
         nn.utils.clip_grad_norm_(torchs.parameters(), 1.0)
-        Probe(ours, bitwise=True).measure(torch.tensor(1.0), Limits(max_norm=1.0))
+        Probe(ours, torchs_clip=True).measure(torch.tensor(1.0), Limits(max_norm=1.0))
         for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
             assert torch.equal(mine.grad.nan_to_num(7.0), theirs.grad.nan_to_num(7.0))
 

@@ -1,5 +1,7 @@
 """Norms of many tensors at once, on their device: exact, and in as few passes as there can be."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,17 +13,18 @@ _ROW_NUMEL = 1 << 13
 _LEAST_NUMEL = {torch.float32: 1 << 18, torch.float16: 1 << 16, torch.bfloat16: 1 << 16}
 
 
-def tensor_norms(tensors: list[Tensor], *, bitwise: bool = False) -> list[Tensor]:
-    """2-norm of each tensor, shape []; half precision is accumulated in float32.
-
-    `bitwise` gives torch's own to the last bit; without it large tensors on a CPU are summed row by row, which is
-    faster on several threads and nearer to the truth.
-    """
-    by_rows = [not bitwise and _is_large(tensor) for tensor in tensors]
-    rest = [tensor for tensor, large in zip(tensors, by_rows, strict=True) if not large]
-    half = any(tensor.dtype in _HALF_DTYPES for tensor in rest)
-    others = iter(torch._foreach_norm(rest, 2.0, dtype=torch.float32 if half else None) if rest else [])  # noqa: SLF001
-    return [_norm_by_rows(tensor) if large else next(others) for tensor, large in zip(tensors, by_rows, strict=True)]
+def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """2-norm of each tensor, shape [], on the tensor's device; half precision is accumulated in float32."""
+    norms: dict[int, Tensor] = {}
+    for places in _alike(tensors):
+        by_rows = [place for place in places if _is_large(tensors[place])]
+        rest = [place for place in places if not _is_large(tensors[place])]
+        norms |= {place: _norm_by_rows(tensors[place]) for place in by_rows}
+        dtype = torch.float32 if tensors[places[0]].dtype in _HALF_DTYPES else None
+        if rest:
+            found = torch._foreach_norm([tensors[place] for place in rest], 2.0, dtype=dtype)  # noqa: SLF001
+            norms |= dict(zip(rest, found, strict=True))
+    return [norms[place] for place in range(len(tensors))]
 
 
 def layer_norms(norms: Tensor, numbers: Tensor, layers: int) -> Tensor:
@@ -31,18 +34,33 @@ def layer_norms(norms: Tensor, numbers: Tensor, layers: int) -> Tensor:
     return sums.sqrt_()
 
 
-def scale_and_check(gradients: list[Tensor], coefficient: Tensor) -> Tensor:
-    """Multiply every gradient with the coefficient, and say whether any element was not finite, in the same pass.
+def scale_all(tensors: list[Tensor], coefficient: Tensor) -> None:
+    """Multiply every tensor with the coefficient, shape []."""
+    for places in _alike(tensors):
+        same = [tensors[place] for place in places]
+        torch._foreach_mul_(same, coefficient.to(same[0].device))
 
-    The scaler's own kernel, one pass for each dtype: what tells a finite but huge gradient from an infinite one.
+
+def scale_and_check(tensors: list[Tensor], coefficient: Tensor) -> Tensor:
+    """Multiply every tensor with the coefficient, and say whether any element was not finite, in the same pass.
+
+    The scaler's own kernel: what tells a finite but huge gradient from an infinite one.
     """
-    unfit = torch.zeros(1, device=coefficient.device)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for same in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(same, unfit, coefficient.float().reshape(1))
-    return unfit.reshape(()) > 0
+    unfit = torch.zeros((), device=coefficient.device)
+    for places in _alike(tensors):
+        same = [tensors[place] for place in places]
+        theirs = torch.zeros(1, device=same[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(same, theirs, coefficient.float().reshape(1).to(theirs.device))
+        unfit = torch.maximum(unfit, theirs.reshape(()).to(unfit.device))
+    return unfit > 0
+
+
+def _alike(tensors: list[Tensor]) -> Iterable[list[int]]:
+    """The places of the tensors of each device and dtype: only those can be handled in one pass."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+    return groups.values()
 
 
 def _is_large(tensor: Tensor) -> bool:

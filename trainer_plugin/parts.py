@@ -58,7 +58,7 @@ class Parts:
     ) -> None:
         self.config = config
         # What is wrong with the training loop is told before anything is made.
-        self.probe = Probe(model, bitwise=config.mode == "observe")
+        self.probe = Probe(model, torchs_clip=config.mode == "observe")
         self.data = data
         self.state = TrainingState(model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=data)
         encode_plain(self.state.capture({}).plain)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer_plugin.norms import layer_norms, scale_and_check, tensor_norms
+from trainer_plugin.norms import layer_norms, scale_all, scale_and_check, tensor_norms
 from trainer_plugin.row import Row, Withhold
 
 _WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
@@ -36,13 +36,13 @@ class Limits:
 class Probe:
     """Measures and clips the gradients of one model.
 
-    A tied weight is one parameter and counts once. Layers are named after modules: see `layer_of`. With `bitwise` the
-    norms, and so the clip, are torch's own to the last bit; without it large tensors on a CPU are summed row by row,
-    which is faster on several threads and nearer to the truth.
+    A tied weight is one parameter and counts once. Layers are named after modules: see `layer_of`. With `torchs_clip`
+    the clip is `torch.nn.utils.clip_grad_norm_` itself, whatever it does to a bad step; without it the norms that were
+    measured serve the clip too, and are nearer to the truth.
     """
 
-    def __init__(self, model: nn.Module, *, bitwise: bool = False) -> None:
-        self._bitwise = bitwise
+    def __init__(self, model: nn.Module, *, torchs_clip: bool = False) -> None:
+        self._torchs_clip = torchs_clip
         # All of them: one that is frozen now may be trained later.
         self.parameters: dict[str, nn.Parameter] = {
             plain_name(name): parameter for name, parameter in model.named_parameters()
@@ -68,7 +68,7 @@ class Probe:
         withheld (`Withhold`), else 0.0; the gradients of a step that is not finite are left exactly as they were.
 
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
-        both as in `torch.nn.utils.clip_grad_norm_`, so that an unlimited guard changes no bit of a training run.
+        both as in `torch.nn.utils.clip_grad_norm_`.
         """
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
         gradients = [_dense(parameter) for parameter in self.parameters.values() if parameter.grad is not None]
@@ -78,27 +78,28 @@ class Probe:
             bad = (~torch.isfinite(loss)).float()
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
             return Row(_packed(head, *beside)), bad
-        norms = torch.stack(tensor_norms(gradients, bitwise=self._bitwise))
+        device = gradients[0].device
+        norms = torch.stack([norm.to(device) for norm in tensor_norms(gradients)])
         total = torch.linalg.vector_norm(norms)
         huge = torch.zeros_like(total, dtype=torch.bool)
-        torchs_total = total
-        if total.device.type == "cpu" and not bool(torch.isfinite(total)):
+        if device.type == "cpu" and not bool(torch.isfinite(total)):
             # Finite but huge? The squares of 1e20 are beyond float32. On a CPU looking costs nothing.
-            norms = torch.stack([torch.linalg.vector_norm(gradient.double()).float() for gradient in gradients])
-            total = torch.linalg.vector_norm(norms.double()).float()
-            huge = torch.isfinite(total)
-        loss = loss.to(total.device)
+            exact = torch.stack([torch.linalg.vector_norm(gradient.double()) for gradient in gradients])
+            huge = torch.isfinite(exact).all()
+            norms, total = exact.float(), torch.linalg.vector_norm(exact).float()
+        loss = loss.to(device)
         finite = torch.isfinite(total) & torch.isfinite(loss)
         limit = torch.where(total > limits.surge_above, limits.surge_clip, limits.max_norm)
+        # A bad step must not be scaled: max / Inf is 0, and 0 x Inf would turn every gradient into NaN.
         # A product with the reciprocal, as torch has it: a quotient differs in the last bit.
-        coefficient = torch.clamp(((torchs_total if self._bitwise else total) + 1e-6).reciprocal() * limit, max=1.0)
-        if not self._bitwise:
-            # A bad step must not be scaled: max / Inf is 0, and 0 x Inf would turn every gradient into NaN.
-            coefficient = torch.where(finite, coefficient, 1.0)
-        if total.device.type != "cpu":
+        coefficient = torch.where(finite, torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0), 1.0)
+        if self._torchs_clip:
+            if limits.max_norm < math.inf:
+                nn.utils.clip_grad_norm_(self.parameters.values(), limits.max_norm)
+        elif device.type != "cpu":
             huge = torch.isinf(total) & ~scale_and_check(gradients, coefficient)
         elif limits != Limits():
-            torch._foreach_mul_(gradients, coefficient)
+            scale_all(gradients, coefficient)
         spike = (loss > limits.spike_loss) & (total > limits.spike_norm)
         withhold = torch.where(finite, torch.where(spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
         withhold = torch.where(huge & torch.isfinite(loss), float(Withhold.HUGE), withhold)
