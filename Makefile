@@ -13,7 +13,7 @@ APT := apt-get -qq -o Dir::State::lists=$(CURDIR)/.tools/apt/lists -o Dir::Cache
 	-o APT::Sandbox::User=root
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench gpu-check format venv tools unpack-tools clean
+.PHONY: help demo test soak check bench gpu-check format venv tools unpack-tools clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -24,6 +24,9 @@ demo: venv tools ## break a training run on purpose and watch it heal; options i
 test: venv tools check ## everything: style, types, unit tests, and the loop on real servers
 	$(BIN)/python -m pytest -q -m "not live"
 	$(BIN)/python -m pytest -q -m live
+
+soak: venv ## long and large runs of what the tests run small; some minutes
+	$(BIN)/python -m pytest -q -m soak tests/soak_*.py
 
 check: venv ## style and types
 	$(BIN)/ruff check

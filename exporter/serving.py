@@ -1,12 +1,17 @@
 """The job's `/metrics` endpoint, and the file by which Prometheus finds it."""
 
+import contextlib
 import json
 import logging
+import math
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from exporter.forks import let_go_in_children
@@ -15,13 +20,49 @@ from exporter.runs import write_atomically
 
 _log = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# A connection that says nothing for so long is dropped.
-_IDLE_SECONDS = 10.0
+# Prometheus's own time-out. A connection serves one scrape, and is cut off then, whatever trickles through it.
+_LONGEST_SECONDS = 10.0
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    # Connections that come in one moment, beyond a few of which a new one would have to knock again after seconds.
+    request_queue_size = 128
+    longest_seconds = _LONGEST_SECONDS
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._opened: dict[socket.socket, float] = {}
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection, and when it came."""
+        request, address = super().get_request()
+        self._opened[request] = time.monotonic()
+        return request, address
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as in the base class
+        """A connection has come to its end."""
+        self._opened.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called between accepts: whoever hangs must not keep a thread for ever."""
+        self.hang_up(before=time.monotonic() - self.longest_seconds)
+
+    def hang_up(self, *, before: float) -> None:
+        """Cut off the connections opened before a time; their threads end by that."""
+        for request, opened in list(self._opened.items()):
+            if opened < before:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def let_go(self) -> None:
+        """In a forked child: close the copies of the port and of the scrapes under way, and shut nothing down."""
+        for copy in (self.socket, *self._opened):
+            descriptor = copy.detach()
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that hangs up in the middle is not worth a traceback on the job's stderr."""
@@ -33,13 +74,17 @@ class _ServerV6(_Server):
 
 
 class MetricsServer:
-    """Serves a page on its own threads; `port` is the one really used, None if none could be had."""
+    """Serves a page on its own threads; `port` is the one really used, None if none could be had.
 
-    def __init__(self, page: Page, *, host: str, port: int) -> None:
+    A scrape that takes more than `longest_seconds` is cut off.
+    """
+
+    def __init__(self, page: Page, *, host: str, port: int, longest_seconds: float = _LONGEST_SECONDS) -> None:
         self.host = host
         self._server = _bind(_handler(page.render), host, port)
         self.port: int | None = None
         if self._server is not None:
+            self._server.longest_seconds = longest_seconds
             let_go_in_children(self)
             self.port = int(self._server.server_address[1])
             thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
@@ -48,12 +93,13 @@ class MetricsServer:
     def let_go(self) -> None:
         """In a forked child: it has no thread to answer with, and must not keep the port."""
         if self._server is not None:
-            self._server.socket.close()
+            self._server.let_go()
 
     def close(self) -> None:
         """Stop serving and free the port."""
         if self._server is not None:
             self._server.shutdown()
+            self._server.hang_up(before=math.inf)
             self._server.server_close()
             self._server = None
 
@@ -64,6 +110,8 @@ class Target:
     def __init__(self, runs: Path, *, run: str, rank: str, address: str) -> None:
         self._path = runs / "targets" / f"{run}-{rank}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        for draft in self._path.parent.glob(f".{self._path.name}.{'[0-9a-f]' * 16}"):
+            draft.unlink(missing_ok=True)  # Of a job that was killed while it wrote.
         # The labels are on `up` too, so that a dead scrape is known by its run.
         entry = [{"targets": [address], "labels": {"run": run, "rank": rank}}]
         write_atomically(self._path, json.dumps(entry).encode())
@@ -91,8 +139,6 @@ def _bind(handler: type[BaseHTTPRequestHandler], host: str, port: int) -> _Serve
 
 def _handler(render: Callable[[frozenset[str]], bytes]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = _IDLE_SECONDS
-
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             if url.path != "/metrics":

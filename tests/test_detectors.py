@@ -5,9 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from curves import CURVES, FAULT, HEALTHY, STEPS, WARMUP_FAULT, decay, worked_example
+from curves import CURVES, FAULT, HEALTHY, STEPS, WARMUP_FAULT, decay, signals, worked_example
 
 from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingSigma
+from trainer_plugin.monitor import Monitor
 from trainer_plugin.recovery import Recovery
 
 DEFAULT = DetectionConfig()
@@ -240,6 +241,29 @@ def test_a_deviation_is_around_the_mean():
         assert detector.mean == pytest.approx(2.0)
         assert detector.stddev == pytest.approx(0.05)
         assert detector.zscore(value) == pytest.approx((value - 2.0) / 0.05)
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+def test_p17_what_is_not_finite_never_enters_the_history(spoilt):
+    """With a NaN or infinity after every tenth of 100 losses, mean, deviation and the edge at 2.30 are the same."""
+    for value, expected in ((2.29, []), (2.31, [110])):
+        detector = RollingSigma("loss", window=100, sigma=6.0, warmup_steps=0)
+        losses = [loss for _ in range(10) for loss in [*[1.95, 2.05] * 5, spoilt]]
+        assert steps(detector, [*losses, value]) == expected
+        assert (detector.mean, detector.stddev) == (pytest.approx(2.0), pytest.approx(0.05))
+        assert len(detector.state_dict()["values"]) == 100
+        assert all(map(math.isfinite, detector.state_dict()["values"]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 19, 99])
+def test_p17_too_short_a_history_flags_no_finite_value(count):
+    """After fewer values than the window even 1e9 is no verdict, and none of R1, R2 and R7 speaks in a young run."""
+    detector = RollingSigma("loss", window=100, sigma=6.0, warmup_steps=0)
+    assert steps(detector, [*([1.95, 2.05] * 50)[:count], 1e9]) == []
+    if count < 20:
+        monitor = Monitor(DetectionConfig(window=100, warmup_steps=20, robust_window=20))
+        for step, loss in enumerate([*([1.95, 2.05] * 50)[:count], 1e9]):
+            assert monitor.update(signals(step, loss, grad_norm=1.0))[1] == []
 
 
 def test_a_spike_is_not_part_of_its_own_window():

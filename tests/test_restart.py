@@ -1,10 +1,12 @@
 """Restarts of real processes: killed in mid-run, a job goes on as if nothing had been, and alone in its folder."""
 
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,31 @@ def test_30_and_kill_and_resume_to_60_equals_60_straight(tmp_path):
     for number, state in wanted["optimizer"]["state"].items():
         for name, tensor in state.items():
             assert torch.equal(resumed["optimizer"]["state"][number][name], tensor)
+
+
+@pytest.mark.live
+@pytest.mark.timeout(120)
+def test_p22_three_jobs_killed_leave_one_target_and_the_counter_goes_on(tmp_path):
+    """Three processes, each killed with -9 five steps past its save, are scraped in turn at the one target there is.
+
+    The counter of steps goes on from what was saved: the five steps beyond are run again, and were never counted.
+    """
+    for saved in (0, 10, 20):
+        job = start(tmp_path, pause_at=saved + 15, until=100)
+        try:
+            assert job.stdout.readline().startswith(f"from {saved} ")
+            assert job.stdout.readline() == f"at {saved + 15}\n"
+            (path,) = (tmp_path / "runs" / "targets").iterdir()
+            ((address,),) = [entry["targets"] for entry in json.loads(path.read_text())]
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+                page = answer.read().decode()
+            assert f'train_steps_total{{run="tiny",rank="0"}} {saved + 15}.0\n' in page
+            assert f'train_step{{run="tiny",rank="0"}} {saved + 15}.0\n' in page
+        finally:
+            kill(job)
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(f"http://{address}/metrics", timeout=5)
+        assert [entry.name for entry in path.parent.iterdir()] == ["tiny-0.json"]
 
 
 def test_c07_the_restored_rate_is_the_schedulers(make_guard):

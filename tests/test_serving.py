@@ -5,9 +5,11 @@ import json
 import logging
 import socket
 import struct
+import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from training import wait_for
 
 from exporter.page import Page
 from exporter.serving import CONTENT_TYPE, MetricsServer, Target, local_address
@@ -26,8 +28,8 @@ def serve(page):
     """Start servers; all are closed at the end."""
     started = []
 
-    def serve(port=0, host="127.0.0.1", page=page):
-        started.append(MetricsServer(page, host=host, port=port))
+    def serve(port=0, host="127.0.0.1", page=page, **options):
+        started.append(MetricsServer(page, host=host, port=port, **options))
         return started[-1]
 
     yield serve
@@ -61,6 +63,27 @@ def test_names_in_the_query_choose_families(serve):
     """`?name[]=` gives those families only, as in Prometheus's own clients."""
     body = get(serve(), "/metrics?name[]=train_loss&name[]=train_steps_total&x=1")[2].decode()
     assert {family.name for family in text_string_to_metric_families(body)} == {"train_loss", "train_steps"}
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("name%5B%5D=train_layer_grad_norm", {"train_layer_grad_norm"}),
+        ("name%5b%5d=train_loss&name[]=train_layer_grad_norm", {"train_loss", "train_layer_grad_norm"}),
+        ("name[]=train_loss&name[]=nobody&name[]=", {"train_loss"}),
+        ("name[]=nobody", set()),
+        ("name=train_loss&other[]=x", None),
+    ],
+)
+def test_a_slower_job_scrapes_what_it_names(serve, page, query, found):
+    """However a scraper encodes `name[]`, it gets what it names; unknown names give nothing, and no error."""
+    page.set("train_layer_grad_norm", 1.0, "h.0")
+    status, _, body = get(serve(), f"/metrics?{query}")
+    assert status == 200
+    if found is None:
+        assert body == page.render()
+    else:
+        assert {family.name for family in text_string_to_metric_families(body.decode())} == found
 
 
 @pytest.mark.parametrize("path", ["/", "/metric", "/metrics/", "/commands", "/../metrics"])
@@ -133,6 +156,103 @@ def test_an_idle_connection_holds_up_nobody(serve):
         server.close()
 
 
+def connect(server, said=b"", *, narrow=False):
+    """A scraper that says so much and no more; a `narrow` one takes few bytes at a time."""
+    client = socket.socket()
+    if narrow:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(5)
+    client.connect((server.host, server.port))
+    client.sendall(said)
+    return client
+
+
+def widen(page):
+    """More text than the buffers of a connection take: whoever sends it has to wait for the reader."""
+    for layer in range(30_000):
+        page.set("train_layer_grad_norm", 1.0, f"a.layer.with.a.long.name.{layer}")
+    return len(page.render())
+
+
+def answering(server):
+    """Threads that are busy with a connection, and those connections."""
+    threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    return len(threads), len(server._server._opened)
+
+
+HANGING = {
+    "silent": [(b"", False)],
+    "fifty silent": [(b"", False)] * 50,
+    "half a line": [(b"GET /metrics HT", False)],
+    "no end of headers": [(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n", False)],
+    "never reads": [(b"GET /metrics HTTP/1.1\r\n\r\n", True)],
+    "all of them": [(b"", False), (b"GET /me", False), (b"GET /metrics HTTP/1.0\r\n\r\n", True)] * 5,
+}
+
+
+@pytest.mark.parametrize("kind", HANGING)
+def test_who_hangs_holds_up_nobody_and_is_cut_off(serve, page, kind):
+    """While scrapers hang the next one is answered whole; later they are cut off, and no thread of theirs is left."""
+    size = widen(page) if any(narrow for _, narrow in HANGING[kind]) else 0
+    server = serve(longest_seconds=0.5)
+    clients = [connect(server, said, narrow=narrow) for said, narrow in HANGING[kind]]
+    try:
+        status, _, body = get(server)
+        assert status == 200
+        assert len(body) >= size
+        wait_for(lambda: answering(server) == (0, 0))
+        assert get(server)[0] == 200
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_who_trickles_is_cut_off_too(serve):
+    """One byte at a time keeps no connection open: what counts is its age, not its silence."""
+    server = serve(longest_seconds=0.3)
+    with connect(server, b"GET /metrics HTTP/1.1\r\nX: ") as client:
+
+        def cut_off():
+            try:
+                client.sendall(b"x")
+            except ConnectionError:
+                return True
+            return False
+
+        wait_for(cut_off)
+    wait_for(lambda: answering(server) == (0, 0))
+
+
+def test_a_reader_of_one_byte_at_a_time_holds_up_nobody(serve, page):
+    """Between two bytes of a slow reader others are answered, and it gets the page in the end if it is in time."""
+    page.set("train_step", 1)
+    server = serve()
+    with connect(server, b"GET /metrics HTTP/1.0\r\n\r\n", narrow=True) as slow:
+        read = slow.recv(1)
+        for _ in range(20):
+            assert get(server)[0] == 200
+            read += slow.recv(1)
+        while more := slow.recv(1):
+            read += more
+    assert read.endswith(page.render())
+
+
+def test_the_end_does_not_wait_for_who_hangs(serve, page):
+    """`close` returns while scrapers hang, and cuts them off: their threads end too."""
+    widen(page)
+    server = serve(longest_seconds=3600.0)
+    clients = [connect(server), connect(server, b"GET /met"), connect(server, b"GET /metrics HTTP/1.0\r\n\r\n")]
+    wait_for(lambda: answering(server) == (3, 3))
+    inner = server._server
+    server.close()
+    wait_for(lambda: not inner._opened)
+    for client in clients[:2]:
+        assert client.recv(1) == b""
+    for client in clients:
+        client.close()
+    wait_for(lambda: not [thread for thread in threading.enumerate() if "process_request" in thread.name])
+
+
 def test_a_scraper_that_hangs_up_leaves_no_traceback(serve, page, capfd):
     """A connection reset in the middle of an answer is nothing to tell on stderr."""
     for layer in range(20_000):
@@ -166,6 +286,17 @@ def test_a_target_is_what_file_sd_reads(tmp_path):
     targets[1].remove()
     targets[1].remove()
     assert [entry.name for entry in path.parent.iterdir()] == ["gpt-0-0.json"]
+
+
+def test_p22_what_a_killed_job_left_half_written_goes(tmp_path):
+    """The draft of a job that was killed while it announced itself is removed by its next start, and nobody else's."""
+    folder = tmp_path / "targets"
+    folder.mkdir()
+    drafts = [folder / f".{name}.json.{'ab' * 8}" for name in ("gpt-0-0", "gpt-0-1", "gpt-0-0.json.x-0")]
+    for draft in drafts:
+        draft.touch()
+    Target(tmp_path, run="gpt-0", rank="0", address="node:1").remove()
+    assert sorted(folder.iterdir()) == sorted(drafts[1:])
 
 
 def test_a_new_target_takes_the_place_of_the_old(tmp_path):

@@ -26,10 +26,13 @@ class Endpoint:
         layers: Iterable[str],
         moments: Mapping[str, tuple[str, ...]],
         scaled: bool,
+        steps_total: int,
         info: dict[str, str],
     ) -> None:
         self.page = Page(run=config.run)
-        self.metrics = Metrics(self.page, config, layers=layers, info=info, scaled=scaled, moments=moments)
+        self.metrics = Metrics(
+            self.page, config, layers=layers, info=info, scaled=scaled, steps_total=steps_total, moments=moments
+        )
         self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
         self.port = self._server.port
         self._target: Target | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from exporter.forks import let_go_in_children
 from trainer_plugin.boundary import Boundary
 from trainer_plugin.config import Config, read_config, with_absolute_folders
 from trainer_plugin.data import Data
@@ -92,6 +93,7 @@ class Guard:
         self._first_position = self._data.position if self._data is not None else 0
         self._data_wait_seconds = 0.0
         _guards[self._parts.folder.path.absolute()] = self
+        let_go_in_children(self)
 
     @property
     def step(self) -> int:
@@ -155,6 +157,10 @@ class Guard:
         if not self._closed:
             self._closed = True
             self._parts.close()
+
+    def let_go(self) -> None:
+        """In a forked child: the run is its parent's to close."""
+        self._closed = True
 
     # --- What they need ---------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Metrics:
         layers: Iterable[str],
         info: dict[str, str],
         scaled: bool = False,
+        steps_total: int = 0,
         moments: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.page = page
@@ -78,6 +79,8 @@ class Metrics:
                 page.set("train_layer_activation_max", math.nan, layer)
         for tier in TIERS:
             page.set("train_checkpoint_seconds", math.nan, tier)
+        # From the first scrape on: a counter that begins at 0 and then jumps is a burst of steps to every rate().
+        page.add("train_steps_total", float(steps_total))
         if scaled:
             page.add("train_amp_overflows_total", 0.0)
         for name, value in _thresholds(config).items():
@@ -139,10 +142,15 @@ class Metrics:
                 page.add("train_layer_nonfinite_total", 1.0, layer)
         for layer, reading in signals.layers.items():
             page.set("train_layer_weight_norm", reading.weight_norm, layer)
-            page.set_known("train_layer_update_ratio", reading.update_ratio, layer)
-            page.set_known("train_layer_moment_norm", reading.first_moment_norm, layer, "first")
-            page.set_known("train_layer_moment_norm", reading.second_moment_norm, layer, "second")
-            page.set_known("train_layer_activation_max", reading.activation_max, layer)
+            self._keep("train_layer_update_ratio", reading.update_ratio, layer)
+            self._keep("train_layer_moment_norm", reading.first_moment_norm, layer, "first")
+            self._keep("train_layer_moment_norm", reading.second_moment_norm, layer, "second")
+            self._keep("train_layer_activation_max", reading.activation_max, layer)
+
+    def _keep(self, name: str, value: float | None, *labels: str) -> None:
+        """What was there at the start is NaN where a turn has read nothing, such as moments before the first update."""
+        there = self.page.value(name, *labels) is not None
+        self.page.set_known(name, math.nan if value is None and there else value, *labels)
 
     def _show_data(self, signals: Signals) -> None:
         """What the loop tells of its data; absent where it tells nothing."""

@@ -153,6 +153,7 @@ class Parts:
             layers=self.probe.layers,
             moments=self.reader.moments,
             scaled=self.reader.scaled,
+            steps_total=self.history.steps_total,
             info=self._info(),
         )
         undo.callback(self.endpoint.close)

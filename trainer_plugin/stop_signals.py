@@ -5,6 +5,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from exporter.forks import let_go_in_children
+
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -20,6 +22,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for sent in _SIGNALS:
                 self._before[sent] = signal.signal(sent, self._ask)
+            let_go_in_children(self)
 
     def remove(self) -> None:
         """Put back what was there."""
@@ -30,6 +33,10 @@ class StopSignals:
             if signal.getsignal(sent) == self._ask:
                 signal.signal(sent, before)
         self._before.clear()
+
+    def let_go(self) -> None:
+        """In a forked child: it has no boundary to end at, and must die of a SIGTERM."""
+        self.remove()
 
     def _ask(self, sent: int, frame: FrameType | None) -> None:
         # Nothing else here: the handler may run in the middle of anything, locks held.
