@@ -183,8 +183,9 @@ class Guard:
         )
 
     def _clip_plainly(self, max_norm: float | None) -> None:
-        """The recipe's clip is not lost with the guard."""
+        """The recipe's clip is not lost with the guard; what cannot be unscaled is not clipped at all."""
         if max_norm is not None:
+            self._parts.reader.unscale()
             nn.utils.clip_grad_norm_(self._parts.probe.parameters.values(), max_norm)
 
     def _warn_of_forgotten(self) -> None:

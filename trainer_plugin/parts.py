@@ -125,7 +125,7 @@ class Parts:
         )
         undo.callback(self.reader.remove)
         follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
-        self.schedule = Schedule(scheduler if follows else None, optimizers)
+        self.schedule = Schedule(scheduler if follows else None, optimizers, scaled=scaler is not None)
 
     def _layer_signals(self, model: nn.Module, optimizers: list[Optimizer]) -> LayerSignals | None:
         metrics = self.config.metrics

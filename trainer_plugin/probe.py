@@ -71,7 +71,10 @@ class Probe:
         both as in `torch.nn.utils.clip_grad_norm_`.
         """
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
-        gradients = [_dense(parameter) for parameter in self.parameters.values() if parameter.grad is not None]
+        held = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        # A sparse gradient is measured where the values of one place are added up, and clipped as it is.
+        gradients = [_values(gradient) for gradient in held]
+        measured = [_values(gradient.coalesce()) if gradient.is_sparse else gradient for gradient in held]
         # Detached before anything else: the row must not keep the graph of the forward pass alive.
         loss = loss.detach().float().reshape(())
         if not gradients:
@@ -79,12 +82,12 @@ class Probe:
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
             return Row(_packed(head, *beside)), bad
         device = gradients[0].device
-        norms = torch.stack([norm.to(device) for norm in tensor_norms(gradients)])
+        norms = torch.stack([norm.to(device) for norm in tensor_norms(measured)])
         total = torch.linalg.vector_norm(norms)
         huge = torch.zeros_like(total, dtype=torch.bool)
         if device.type == "cpu" and not bool(torch.isfinite(total)):
             # Finite but huge? The squares of 1e20 are beyond float32. On a CPU looking costs nothing.
-            exact = torch.stack([torch.linalg.vector_norm(gradient.double()) for gradient in gradients])
+            exact = torch.stack([torch.linalg.vector_norm(gradient.double()) for gradient in measured])
             huge = torch.isfinite(exact).all()
             norms, total = exact.float(), torch.linalg.vector_norm(exact).float()
         loss = loss.to(device)
@@ -94,7 +97,8 @@ class Probe:
         # A product with the reciprocal, as torch has it: a quotient differs in the last bit.
         coefficient = torch.where(finite, torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0), 1.0)
         if self._torchs_clip:
-            if limits.max_norm < math.inf:
+            # torch refuses sparse gradients: a loop that has some does not clip.
+            if limits.max_norm < math.inf and not any(gradient.is_sparse for gradient in held):
                 nn.utils.clip_grad_norm_(self.parameters.values(), limits.max_norm)
         elif device.type != "cpu":
             huge = torch.isinf(total) & ~scale_and_check(gradients, coefficient)
@@ -148,16 +152,9 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _dense(parameter: nn.Parameter) -> Tensor:
-    """The values of a parameter's gradient; a sparse one is coalesced first, since its values may repeat a place."""
-    gradient = parameter.grad
-    if gradient is None:
-        raise ValueError("a gradient is wanted")
-    if not gradient.is_sparse:
-        return gradient
-    parameter.grad = gradient.coalesce()
-    values: Tensor = parameter.grad._values()  # noqa: SLF001 - `values()` of a coalesced tensor is a copy-free view too, but not to be written
-    return values
+def _values(gradient: Tensor) -> Tensor:
+    """What a gradient holds, to be written too."""
+    return gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - `values()` wants it coalesced
 
 
 def _packed(head: list[Tensor], *tails: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 
 class Schedule:
-    """Any scheduler with `state_dict` and `load_state_dict`; None does nothing."""
+    """Any scheduler with `state_dict` and `load_state_dict`; None does nothing. `scaled`: AMP scales the loss."""
 
-    def __init__(self, scheduler: Any, optimizers: list[Optimizer]) -> None:  # noqa: ANN401
+    def __init__(self, scheduler: Any, optimizers: list[Optimizer], *, scaled: bool = False) -> None:  # noqa: ANN401
         self._scheduler = scheduler
         self._optimizers = optimizers
+        self._scaled = scaled
         self._state: Any = None
         self._rates: list[float | Tensor] = []
 
@@ -25,6 +26,9 @@ class Schedule:
         if self._scheduler is not None:
             self._state = copy.deepcopy(self._scheduler.state_dict())
             self._rates = [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self._groups()]
+            for optimizer in self._optimizers if self._scaled else ():
+                # A scaler that overflows at the very first step does not call it: no reason to warn of a wrong order.
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own mark
 
     def take_back(self) -> None:
         """Put it where it stood at the last mark."""

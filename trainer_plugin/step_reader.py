@@ -100,7 +100,7 @@ class StepReader:
             raise ValueError(f"before_optimizer needs the step's loss as a tensor of one element, found {_kind(loss)}")
         scale = None
         if self._scaler is not None:
-            self._unscale()
+            self.unscale()
             scale = self._scaler.scale(torch.ones((), device=loss.device))
         layers, layer_values = self._layers_read or ((), None)
         self._layers_read = None
@@ -123,6 +123,15 @@ class StepReader:
         )
         self._taken.append(taken)
         self.measured += 1
+
+    def unscale(self) -> None:
+        """Divide the gradients by AMP's loss scale, if there is one, unless that was done already in this step."""
+        for optimizer in self._optimizers if self._scaler is not None else ():
+            try:
+                self._scaler.unscale_(optimizer)
+            except RuntimeError as error:
+                if "already been called" not in str(error):
+                    raise
 
     def watch_layers(self, step: int) -> None:
         """Step number `step` goes to the optimizer: keep what its layers' signals need."""
@@ -189,15 +198,6 @@ class StepReader:
         if not self._shielded or values.withhold == Withhold.NO:
             return None
         return "nonfinite" if values.withhold == Withhold.NONFINITE else "spike"
-
-    def _unscale(self) -> None:
-        """Divide the gradients by the loss scale, unless the loop has done so already in this step."""
-        for optimizer in self._optimizers:
-            try:
-                self._scaler.unscale_(optimizer)
-            except RuntimeError as error:
-                if "already been called" not in str(error):
-                    raise
 
 
 def _kind(value: object) -> str:
