@@ -13,10 +13,10 @@ APT := apt-get -qq -o Dir::State::lists=$(CURDIR)/.tools/apt/lists -o Dir::Cache
 	-o APT::Sandbox::User=root
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench gpu-check format venv tools unpack-tools clean
+.PHONY: help demo test soak check bench bench-detect gpu-check format venv tools unpack-tools clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 demo: venv tools ## break a training run on purpose and watch it heal; options in DEMO_ARGS="--scenario clean"
 	$(BIN)/python -m trainer_plugin demo $(DEMO_ARGS)
@@ -35,6 +35,9 @@ check: venv ## style and types
 
 bench: venv ## what the guard costs; for a quiet machine, results go to tests/bench/LOG.md
 	$(BIN)/python tests/bench/overhead.py
+
+bench-detect: venv ## how well the detectors detect, beside the peers' rules; DETECT_ARGS="--curves DIR" adds old logs
+	$(BIN)/python tests/bench/detect.py $(DETECT_ARGS)
 
 # Its own spelling of torch: whatever build for GPUs is installed there. PYTHON names the interpreter.
 gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, what it costs

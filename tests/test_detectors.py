@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from curves import CURVES, FAULT, HEALTHY, STEPS, WARMUP_FAULT, decay, signals, worked_example
 
-from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingSigma
+from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma
 from trainer_plugin.monitor import Monitor
 from trainer_plugin.recovery import Recovery
+from trainer_plugin.robust import Robust
 
 DEFAULT = DetectionConfig()
 DETECTORS = {
@@ -92,12 +93,10 @@ def test_a_large_jump_is_swallowed_by_all_but_robust():
     assert 5 <= len(said["textbook"]) <= 15
 
 
-def test_a_climb_is_found_before_it_ends():
-    """A climb of 1 % a step is found when it leaves the band, and never by a ratio of 3."""
+def test_a_climb_is_no_matter_for_a_ratio():
+    """A climb of 1 % a step over 30 steps is never found by a ratio of 3 (by `drift` it is: see there)."""
     for seed in range(3):
-        values = CURVES["climb"](seed)
-        assert FAULT < steps(DETECTORS["robust"](), values)[0] < FAULT + 30
-        assert steps(DETECTORS["textbook"](), values) == []
+        assert steps(DETECTORS["textbook"](), CURVES["climb"](seed)) == []
 
 
 def test_heavy_tails_make_robust_speak_less_than_a_plain_deviation():

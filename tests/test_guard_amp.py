@@ -62,7 +62,7 @@ def test_a13_overflows_of_a_scale_search_are_no_incident(make_guard):
 
 def test_a12_a_scale_that_runs_away_is_an_incident_without_a_remedy(make_guard):
     """Tiny gradients and growth at every step: told as numerical, shown as it is, and nothing is done to the run."""
-    scaled = Scaled(make_guard, growth_interval=1)
+    scaled = Scaled(make_guard, growth_interval=1, detection={"robust_window": 128})
     for _ in range(200):
         scaled.step(shrink=1e-30)
     (incident,) = scaled.incidents()

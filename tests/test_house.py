@@ -12,7 +12,8 @@ from exporter import catalog
 from exporter.catalog import CATALOG
 from exporter.commands import Action, Outcome, Source
 from trainer_plugin.metrics import _READING_GAUGES, _READING_HISTOGRAMS
-from trainer_plugin.monitor import Monitor, Readings
+from trainer_plugin.monitor import Monitor
+from trainer_plugin.readings import Readings
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("exporter", "trainer_plugin", "alert_rules")
@@ -22,8 +23,9 @@ MAX_LINES = 300
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detectors", "loss_scale", "recovery", "monitor", "incidents", "decisions", "budget", "policy_state",
-    "alerts", "policy", "data", "manifest",
+    "signals", "detectors", "ordered_window", "tail", "robust", "drift", "oscillation", "loss_scale", "recovery",
+    "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts", "policy", "data",
+    "manifest",
     # Torch, and no policy.
     "row", "norms", "probe", "layer_signals", "accumulation", "shield", "learning_rate", "schedule", "faults",
     "tensor_files", "state", "tier", "checkpoints",
@@ -112,7 +114,7 @@ def test_judgement_needs_no_torch(module):
     assert ours(module) <= set(NO_TORCH)
 
 
-@pytest.mark.parametrize("module", ["signals", "detectors", "loss_scale", "recovery", "monitor", "incidents", "policy"])
+@pytest.mark.parametrize("module", ORDER[: ORDER.index("data")])
 def test_judgement_has_no_clock_and_no_files(module):
     """What judges a run reads no clock, no file and no environment: it is told all it needs."""
     path = ROOT / "trainer_plugin" / f"{module}.py"
@@ -178,7 +180,7 @@ def test_readings_are_named_after_their_metrics():
     """Each reading that is shown under its own name is a field, and a gauge or a histogram of the catalog."""
     for names, kind in ((_READING_GAUGES, "gauge"), (_READING_HISTOGRAMS, "histogram")):
         for name in names:
-            assert name in Readings.__dataclass_fields__
+            assert name in Readings.__struct_fields__
             assert KNOWN[f"train_{name}"].kind == kind
 
 

@@ -70,6 +70,11 @@ def test_evidence_is_bounded(incident):
         ({"nonfinite:loss": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
         ({"nonfinite:grad_norm": 9, "robust:loss": 5}, 1.0, "numerical"),
         ({"drift:amp_loss_scale": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
+        ({"drift:loss": 5}, None, "lr_too_high"),
+        ({"oscillation:loss": 5}, None, "lr_too_high"),
+        ({"drift:loss": 5, "robust:loss": 8}, 1.0, "lr_too_high"),  # It climbed before it jumped.
+        ({"drift:loss": 5, "robust:loss": 7}, 1.0, "bad_sample"),
+        ({"drift:loss": 5, "robust:loss": 8, "robust:grad_norm": 4}, 9.0, "gradient_explosion"),
         ({}, 1.0, "unknown"),
     ],
 )

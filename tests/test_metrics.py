@@ -13,7 +13,8 @@ from exporter.page import Page
 from trainer_plugin.config import read_config
 from trainer_plugin.detectors import Verdict
 from trainer_plugin.metrics import Metrics, Standing
-from trainer_plugin.monitor import Monitor, Readings
+from trainer_plugin.monitor import Monitor
+from trainer_plugin.readings import Readings
 
 LAYERS = ("h.0", "h.1")
 INFO = {
@@ -38,7 +39,7 @@ def found(page):
 
 def known(**changes):
     """Readings of a run under way."""
-    fields = dict.fromkeys(Readings.__dataclass_fields__, 1.0)
+    fields = dict.fromkeys(Readings.__struct_fields__, 1.0)
     fields |= {"loss_high_steps": dict.fromkeys((1.2, 1.5, 2.0, 3.0), 0), "loss_unrecovered_steps": 0}
     fields |= {"grad_norm_high_steps": dict.fromkeys((3.0, 10.0), 0), "withheld_steps": 0, "amp_scale_collapsed": False}
     return Readings(**{**fields, **changes})

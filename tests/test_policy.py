@@ -11,9 +11,10 @@ from exporter.commands import Command
 from trainer_plugin.budget import BudgetConfig
 from trainer_plugin.decisions import ActionsConfig, Moment
 from trainer_plugin.detectors import DetectionConfig, Verdict
-from trainer_plugin.monitor import Monitor, Readings
+from trainer_plugin.monitor import Monitor
 from trainer_plugin.policy import HEALED_STEPS, NO_UPDATES_STEPS, Policy
 from trainer_plugin.policy_state import PolicyState
+from trainer_plugin.readings import Readings
 
 GRACE_SECONDS = 30.0
 COOLDOWN_STEPS = 200
@@ -132,7 +133,7 @@ class Job:
 
 
 def _readings(*, unrecovered, withheld, ratio, collapsed=False):
-    changed = {name: getattr(QUIET, name) for name in Readings.__dataclass_fields__}
+    changed = {name: getattr(QUIET, name) for name in Readings.__struct_fields__}
     changed |= {"loss_unrecovered_steps": unrecovered, "withheld_steps": withheld, "grad_norm_ema_ratio": ratio}
     changed["amp_scale_collapsed"] = collapsed
     changed["loss_high_steps"] = dict.fromkeys((1.2, 1.5, 2.0, 3.0), unrecovered)

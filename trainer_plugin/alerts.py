@@ -10,7 +10,7 @@ from exporter.commands import Command
 from trainer_plugin.budget import Rollback
 from trainer_plugin.decisions import Moment
 from trainer_plugin.incidents import Incident
-from trainer_plugin.monitor import Readings
+from trainer_plugin.readings import Readings
 
 # The alerts about signals that the job measures itself. Any other is about what only Prometheus sees.
 OWN_SIGNALS = frozenset(

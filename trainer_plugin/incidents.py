@@ -8,6 +8,8 @@ from trainer_plugin.detectors import Verdict
 from trainer_plugin.signals import Signals
 
 MAX_EVIDENCE = 20
+# A sum of scores begins by chance a step or two before a jump; earlier than that it is a climb.
+CLIMB_STEPS = 3
 
 
 class Remedy(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -91,7 +93,8 @@ def classify(signs: dict[str, int], grad_norm_ratio: float | None) -> str:
     """The class of an incident from its first signs (`detector:signal` -> step), asked in the order of R18.
 
     R3: a gradient that surges before or with the loss is a divergence; a loss that jumps over a calm gradient is the
-    batch. `grad_norm_ratio` is the gradient norm over its baseline when the loss jumped, None while it has not.
+    batch. `grad_norm_ratio` is the gradient norm over its baseline when the loss jumped, None while it has not. A loss
+    that climbs before it jumps, or is thrown out again and again, has been let go too fast.
     """
     if any(sign.startswith("nonfinite:") or sign == "drift:amp_loss_scale" for sign in signs):
         return "numerical"
@@ -100,6 +103,9 @@ def classify(signs: dict[str, int], grad_norm_ratio: float | None) -> str:
     loss, norm = signs.get("robust:loss"), signs.get("robust:grad_norm")
     if norm is not None and (loss is None or norm <= loss):
         return "gradient_explosion"
+    slow = min((signs[sign] for sign in ("drift:loss", "oscillation:loss") if sign in signs), default=None)
+    if slow is not None and (loss is None or loss - slow >= CLIMB_STEPS):
+        return "lr_too_high"
     if loss is not None and grad_norm_ratio is not None and grad_norm_ratio < 1.5:
         return "bad_sample"
     return "unknown"

@@ -9,7 +9,7 @@ from exporter.catalog import TIERS
 from exporter.page import Page
 from trainer_plugin.config import Config
 from trainer_plugin.detectors import Verdict
-from trainer_plugin.monitor import Readings
+from trainer_plugin.readings import Readings
 from trainer_plugin.signals import Signals
 
 _RECENT_SECONDS = 60.0

@@ -1,43 +1,25 @@
 """The monitor: all detectors over one run's signals, step by step, and the readings that the job exports."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from exporter.catalog import GRAD_NORM_RATIO_LEVELS, LOSS_RATIO_LEVELS
-from trainer_plugin.detectors import DetectionConfig, EmaRatio, Robust, RollingSigma, Verdict
+from trainer_plugin.continuity import Continuity
+from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma, Verdict
+from trainer_plugin.drift import Drift
 from trainer_plugin.loss_scale import LossScale
+from trainer_plugin.oscillation import Oscillation
+from trainer_plugin.readings import Readings
 from trainer_plugin.recovery import Recovery
+from trainer_plugin.robust import Robust
 from trainer_plugin.signals import Signals
 
+# In a log of every nth step a new level must be seen for some lines before it is believed.
+_LEAST_LEVEL_VALUES = 50
 # A scaler halves its scale at most this often before the first step fits; overflows that go on are a fault.
 _SCALE_SEARCH_STEPS = 20
 # A spike that goes on is not one bad batch: to withhold it for ever would be no training at all.
 _MOST_SPIKES_IN_A_ROW = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Readings:
-    """What the detectors hold after a step. NaN stands for "not known yet"."""
-
-    loss_ema: float
-    grad_norm_ema: float
-    loss_ema_ratio: float
-    grad_norm_ema_ratio: float
-    loss_mean: float
-    loss_stddev: float
-    loss_zscore: float
-    loss_robust_center: float
-    loss_robust_scale: float
-    loss_robust_score: float
-    grad_norm_robust_center: float
-    grad_norm_robust_scale: float
-    grad_norm_robust_score: float
-    loss_high_steps: dict[float, int]
-    grad_norm_high_steps: dict[float, int]
-    loss_unrecovered_steps: int
-    withheld_steps: int
-    amp_scale_collapsed: bool
 
 
 class Monitor:
@@ -50,6 +32,8 @@ class Monitor:
             ("robust", "loss"),
             ("robust", "grad_norm"),
             ("ema_ratio", "grad_norm"),
+            ("drift", "loss"),
+            ("oscillation", "loss"),
             ("drift", "amp_loss_scale"),
         }
     )
@@ -66,8 +50,10 @@ class Monitor:
         )
         self._loss_sigma = RollingSigma("loss", window=config.window, sigma=config.sigma, warmup_steps=warmup)
         robust = {"window": config.robust_window, "score": config.robust_score, "warmup_steps": warmup}
-        self._loss_robust = Robust("loss", **robust)  # type: ignore[arg-type]
+        self._loss_robust = Robust("loss", **robust, least_ratio=config.robust_least_ratio)  # type: ignore[arg-type]
         self._grad_norm_robust = Robust("grad_norm", **robust, log=True, least_ratio=config.loss_ratio)  # type: ignore[arg-type]
+        self._drift = Drift("loss", limit=config.drift_limit, least_ratio=config.drift_least_ratio)
+        self._oscillation = Oscillation("loss", spikes=config.oscillation_spikes, window=config.robust_window)
         self._recovery = Recovery()
         self._norm_recovery = Recovery()
         self._loss_scale = LossScale(
@@ -75,11 +61,15 @@ class Monitor:
         )
         self._overflow_steps = 0
         self._spikes_in_a_row = 0
+        self._continuity = Continuity(gap_steps=config.relearn_steps, window=config.robust_window)
         self._high_steps = {
             "loss": dict.fromkeys(LOSS_RATIO_LEVELS, 0),
             "grad_norm": dict.fromkeys(GRAD_NORM_RATIO_LEVELS, 0),
         }
         self._withheld_steps = 0
+        # Of the step judged last; NaN for what is not known.
+        self._judged = self._loss_ratio = self._grad_norm_ratio = math.nan
+        self._loss_score = self._grad_norm_score = math.nan
 
     @property
     def surge_above(self) -> float:
@@ -103,68 +93,138 @@ class Monitor:
 
     def update(self, signals: Signals) -> tuple[Readings, list[Verdict]]:
         """Take in one step; return what to export and what the detectors say."""
+        verdicts = self.judge(signals)
+        return self.readings(), verdicts
+
+    def judge(self, signals: Signals) -> list[Verdict]:
+        """Take in one step; return what the detectors say."""
         loss, step = signals.loss, signals.step
         grad_norm = math.nan if signals.grad_norm is None else signals.grad_norm
         overflow = signals.withheld == "amp_overflow"  # The scaler's own business: no verdict, nothing learnt.
         self._overflow_steps = self._overflow_steps + 1 if overflow else 0
         stuck = self._overflow_steps > _SCALE_SEARCH_STEPS
-        verdicts: list[Verdict | None] = []
+        verdicts: list[Verdict] = []
         if not math.isfinite(loss):
             verdicts.append(_nonfinite("loss", step, loss))
         if signals.grad_norm is not None and not math.isfinite(grad_norm) and (stuck or not overflow):
             verdicts.append(_nonfinite("grad_norm", step, grad_norm))
-        verdicts.append(self._loss_scale.update(step, signals.amp_loss_scale))
+        scale_verdict = self._loss_scale.update(step, signals.amp_loss_scale)
         counts = signals.withheld is not None and (stuck or not overflow)
         self._withheld_steps = self._withheld_steps + 1 if counts else 0
+        change = self._continuity.update(step, signals.learning_rates)
+        if change is not None:
+            self._meet(change)
 
-        # Scores and ratios are to the baselines of the steps before, so they are read before anything is learnt.
-        ratios = {"loss": self._loss_ema.ratio(loss), "grad_norm": self._grad_norm_ema.ratio(grad_norm)}
-        scores = {"loss": self._loss_robust.score(loss), "grad_norm": self._grad_norm_robust.score(grad_norm)}
+        # Ratios and scores are to the baselines of the steps before, which have not learnt from this one.
         warm = self._loss_robust.warm
-        if not warm:  # R1: in warm-up no finite value is a spike, here or in a rule.
-            ratios = dict.fromkeys(ratios, math.nan)
-            scores = dict.fromkeys(scores, math.nan)
-        self._count_high_steps(ratios)
-        verdicts.append(self._loss_sigma.update(step, loss))
+        if warm:
+            self._loss_ratio = self._loss_ema.ratio(loss)
+            self._grad_norm_ratio = self._grad_norm_ema.ratio(grad_norm)
+        else:  # R1: in warm-up no finite value is a spike, here or in a rule.
+            self._loss_ratio = self._grad_norm_ratio = math.nan
+        self._count_high_steps(self._high_steps["loss"], self._loss_ratio)
+        self._count_high_steps(self._high_steps["grad_norm"], self._grad_norm_ratio)
+        sigma_verdict = self._loss_sigma.update(step, loss)
 
         settled = self._recovery.unrecovered_steps == 0 and not overflow
-        loss_verdict = self._loss_robust.update(step, loss, learn=settled)
-        norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and loss_verdict is None)
-        verdicts += [loss_verdict, norm_verdict]
+        loss_verdict, drift, oscillation = self._judge_loss(step, loss, judge=settled and warm, learn=settled)
+        left = drift or loss_verdict
+        norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and left is None)
+        self._loss_score = self._loss_robust.last_score if warm else math.nan
+        self._grad_norm_score = self._grad_norm_robust.last_score if warm else math.nan
+        self._judged = loss if warm else math.nan
+        if left or norm_verdict or not settled or self._norm_recovery.unrecovered_steps:
+            self._count_recoveries(step, left, norm_verdict)
+        learn = settled and left is None and norm_verdict is None
+        loss_high = self._loss_ema.update(step, loss, learn=learn)
+        norm_high = self._grad_norm_ema.update(step, grad_norm, learn=learn)
+        if not learn or self._norm_recovery.unrecovered_steps:
+            self._accept_what_lasts()
         if signals.withheld == "spike":
             self._spikes_in_a_row += 1
         elif loss_verdict is None and math.isfinite(loss):
             self._spikes_in_a_row = 0
-        unrecovered = self._recovery.update(
-            step,
-            left_at=loss_verdict.first_step if loss_verdict else None,
-            inside=scores["loss"] < self._config.robust_score * self._BACK_RATIO,
-        )
-        learn = settled and unrecovered == 0 and norm_verdict is None
-        verdicts.append(self._loss_ema.update(step, loss, learn=learn))
-        verdicts.append(self._grad_norm_ema.update(step, grad_norm, learn=learn))
-        # A norm that has changed for good over a calm loss is no fault, and is believed sooner than a loss.
-        away = self._norm_recovery.update(
-            step,
-            left_at=norm_verdict.first_step if norm_verdict else None,
-            inside=scores["grad_norm"] < self._config.robust_score * self._BACK_RATIO,
-        )
-        if away >= self._config.sustained_steps and unrecovered == 0:
-            self._accept_new_norm()
-        if unrecovered >= self._config.relearn_steps:
-            self._accept_new_level()
-        zscore = self._loss_sigma.zscore(loss) if warm else math.nan
-        return self._readings(ratios, scores, zscore), [verdict for verdict in verdicts if verdict is not None]
+        said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
+        verdicts += [verdict for verdict in said if verdict is not None]
+        return verdicts
 
-    def _count_high_steps(self, ratios: dict[str, float]) -> None:
-        for signal, ratio in ratios.items():
-            counts = self._high_steps[signal]
-            for level in counts:
-                # A value that is not finite is certainly not a good one: it goes on with a run, but begins none.
-                if ratio > level or (counts[level] and not math.isfinite(ratio)):
-                    counts[level] += 1
-                else:
-                    counts[level] = 0
+    def readings(self) -> Readings:
+        """What there is to export about the step judged last."""
+        return Readings(
+            loss_ema=math.nan if self._loss_ema.ema is None else self._loss_ema.ema,
+            grad_norm_ema=math.nan if self._grad_norm_ema.ema is None else self._grad_norm_ema.ema,
+            loss_ema_ratio=self._loss_ratio,
+            grad_norm_ema_ratio=self._grad_norm_ratio,
+            loss_mean=self._loss_sigma.mean,
+            loss_stddev=self._loss_sigma.stddev,
+            loss_zscore=self._loss_sigma.zscore(self._judged),
+            loss_robust_center=self._loss_robust.center,
+            loss_robust_scale=self._loss_robust.scale,
+            loss_robust_score=self._loss_score,
+            grad_norm_robust_center=self._grad_norm_robust.center,
+            grad_norm_robust_scale=self._grad_norm_robust.scale,
+            grad_norm_robust_score=self._grad_norm_score,
+            loss_high_steps=self._high_steps["loss"].copy(),
+            grad_norm_high_steps=self._high_steps["grad_norm"].copy(),
+            loss_unrecovered_steps=self._recovery.unrecovered_steps,
+            withheld_steps=self._withheld_steps,
+            amp_scale_collapsed=self._loss_scale.collapsed,
+        )
+
+    def _meet(self, change: str) -> None:
+        if change == "elsewhere":
+            self._accept_new_level()
+        else:
+            self._loss_robust.widen(self._config.robust_window)
+            self._grad_norm_robust.widen(self._config.robust_window)
+
+    def _judge_loss(
+        self, step: int, loss: float, *, judge: bool, learn: bool
+    ) -> tuple[Verdict | None, Verdict | None, Verdict | None]:
+        """What the robust, the drift and the oscillation detector say; the last two of calm times only."""
+        robust = self._loss_robust
+        center, tail_ratio = robust.center, robust.tail_ratio
+        spike = robust.update(step, loss, learn=learn)
+        if not judge or robust.widened:
+            self._drift.reset()
+            self._oscillation.reset()
+            return spike, None, None
+        score = robust.last_score
+        drift = self._drift.update(step, loss, score=score, center=center)
+        oscillation = self._oscillation.update(step, loss, score=score, tail_ratio=tail_ratio, center=center)
+        if drift is not None:
+            robust.hold(drift.baseline)
+        return spike, drift, oscillation if spike is None else None
+
+    def _count_recoveries(self, step: int, loss: Verdict | None, norm: Verdict | None) -> None:
+        """Count how long each signal has been out of its band, from its verdict (if any) and its score."""
+        back_below = self._config.robust_score * self._BACK_RATIO
+        for recovery, verdict, score in (
+            (self._recovery, loss, self._loss_score),
+            (self._norm_recovery, norm, self._grad_norm_score),
+        ):
+            if verdict is not None or recovery.unrecovered_steps:
+                left_at = None if verdict is None else verdict.first_step
+                recovery.update(step, left_at=left_at, inside=score < back_below)
+
+    @staticmethod
+    def _count_high_steps(counts: dict[float, int], ratio: float) -> None:
+        for level, count in counts.items():
+            # A value that is not finite is certainly not a good one: it goes on with a run, but begins none.
+            if ratio > level or (count and not math.isfinite(ratio)):
+                counts[level] = count + 1
+            elif count:
+                counts[level] = 0
+            else:  # The levels rise: where there is nothing to count and to end, there is none above it.
+                return
+
+    def _accept_what_lasts(self) -> None:
+        """R7: a level is believed after its limit; a norm over a calm loss is no fault, and is believed sooner."""
+        unrecovered = self._recovery.unrecovered_steps
+        if unrecovered >= self._config.relearn_steps and self._recovery.values >= _LEAST_LEVEL_VALUES:
+            self._accept_new_level()
+        elif unrecovered == 0 and self._norm_recovery.unrecovered_steps >= self._config.sustained_steps:
+            self._accept_new_norm()
 
     def _accept_new_norm(self) -> None:
         self._grad_norm_robust.relearn()
@@ -172,35 +232,15 @@ class Monitor:
         self._norm_recovery.clear()
 
     def _accept_new_level(self) -> None:
-        """R7: what has lasted this long is the run's new level, for better or worse."""
+        """What has lasted, or is met elsewhere in the run, is the new level, for better or worse."""
         self._loss_robust.relearn()
         self._loss_ema.ema = None
+        self._drift.reset()
+        self._oscillation.reset()
         self._accept_new_norm()
         for counts in self._high_steps.values():
             counts.update(dict.fromkeys(counts, 0))
         self._recovery.clear()
-
-    def _readings(self, ratios: dict[str, float], scores: dict[str, float], zscore: float) -> Readings:
-        return Readings(
-            loss_ema=_or_nan(self._loss_ema.ema),
-            grad_norm_ema=_or_nan(self._grad_norm_ema.ema),
-            loss_ema_ratio=ratios["loss"],
-            grad_norm_ema_ratio=ratios["grad_norm"],
-            loss_mean=self._loss_sigma.mean,
-            loss_stddev=self._loss_sigma.stddev,
-            loss_zscore=zscore,
-            loss_robust_center=self._loss_robust.center,
-            loss_robust_scale=self._loss_robust.scale,
-            loss_robust_score=scores["loss"],
-            grad_norm_robust_center=self._grad_norm_robust.center,
-            grad_norm_robust_scale=self._grad_norm_robust.scale,
-            grad_norm_robust_score=scores["grad_norm"],
-            loss_high_steps=dict(self._high_steps["loss"]),
-            grad_norm_high_steps=dict(self._high_steps["grad_norm"]),
-            loss_unrecovered_steps=self._recovery.unrecovered_steps,
-            withheld_steps=self._withheld_steps,
-            amp_scale_collapsed=self._loss_scale.collapsed,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that rewinds with the weights, as plain numbers."""
@@ -210,6 +250,9 @@ class Monitor:
             "loss_sigma": self._loss_sigma.state_dict(),
             "loss_robust": self._loss_robust.state_dict(),
             "grad_norm_robust": self._grad_norm_robust.state_dict(),
+            "drift": self._drift.state_dict(),
+            "oscillation": self._oscillation.state_dict(),
+            "continuity": self._continuity.state_dict(),
             "recovery": self._recovery.state_dict(),
             "norm_recovery": self._norm_recovery.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
@@ -226,6 +269,9 @@ class Monitor:
         self._loss_sigma.load_state_dict(state["loss_sigma"])
         self._loss_robust.load_state_dict(state["loss_robust"])
         self._grad_norm_robust.load_state_dict(state["grad_norm_robust"])
+        self._drift.load_state_dict(state["drift"])
+        self._oscillation.load_state_dict(state["oscillation"])
+        self._continuity.load_state_dict(state["continuity"])
         self._recovery.load_state_dict(state["recovery"])
         self._norm_recovery.load_state_dict(state["norm_recovery"])
         self._loss_scale.load_state_dict(state["loss_scale"])
@@ -238,7 +284,3 @@ class Monitor:
 
 def _nonfinite(signal: str, step: int, value: float) -> Verdict:
     return Verdict(detector="nonfinite", signal=signal, step=step, value=value, baseline=math.nan, first_step=step)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -6,7 +6,7 @@
 | gradient norm > `grad_norm_ratio` x EMA    | clipped in that step, then lower_lr | the job, at once                |
 | loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
 | loss and norm both out of their bands      | withheld, if `withhold_spikes`    | the job, at once                  |
-| AMP loss scale below its floor             | lower_lr                          | the alert, else the job (grace)   |
+| loss drifts or oscillates, AMP scale low   | lower_lr                          | the alert, else the job (grace)   |
 | loss unrecovered for `sustained_steps`     | rollback                          | the alert, else the job (grace)   |
 | `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
 | weights not finite                         | rollback; stop if there is no way | the job, at once                  |
@@ -20,8 +20,9 @@ from trainer_plugin.budget import BudgetConfig, Rollback, in_vain, overspent
 from trainer_plugin.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
 from trainer_plugin.detectors import Verdict
 from trainer_plugin.incidents import Incident, Remedy
-from trainer_plugin.monitor import Monitor, Readings
+from trainer_plugin.monitor import Monitor
 from trainer_plugin.policy_state import PolicyState
+from trainer_plugin.readings import Readings
 from trainer_plugin.signals import Signals
 
 # Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
@@ -30,6 +31,7 @@ HEALED_STEPS = 20
 NO_UPDATES_STEPS = 10
 # Two outliers of the gradient norm within so many steps are no chance.
 TAIL_STEPS = 10
+LR_SIGNS = ("drift:loss", "oscillation:loss")
 
 
 class Policy:
@@ -78,7 +80,7 @@ class Policy:
         changed = []
         incident = self.open_incident
         # What was withheld has its remedy already.
-        banded = any(verdict.detector not in ("nonfinite", "drift") for verdict in acting)
+        banded = any(verdict.detector in ("robust", "ema_ratio") for verdict in acting)
         self._out_of_band = (self._out_of_band and incident is not None) or (banded and signals.withheld != "spike")
         if acting and incident is None and not self._lone_tail(acting, signals.step):
             incident = self.state.open(min(verdict.first_step for verdict in acting), signals.step, steps_total)
@@ -225,8 +227,8 @@ class Policy:
             action, reason = "rollback", f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
         elif readings.withheld_steps >= NO_UPDATES_STEPS:
             action, reason = "rollback", f"{readings.withheld_steps} updates withheld in a row"
-        elif readings.amp_scale_collapsed and not incident.tried("lower_lr"):
-            action, reason = "lower_lr", "AMP loss scale collapsed"
+        elif (sign := self._too_fast(incident, readings)) and not incident.tried("lower_lr"):
+            action, reason = "lower_lr", sign
         else:
             self._slow_since = None
             return None
@@ -236,6 +238,13 @@ class Policy:
             self._slow_since = moment.now
         waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
         return (action, reason) if waited or not moment.loop_up or self.mode != "auto" else None
+
+    @staticmethod
+    def _too_fast(incident: Incident, readings: Readings) -> str | None:
+        """What says that the learning rate is too high for this run now."""
+        if readings.amp_scale_collapsed:
+            return "AMP loss scale collapsed"
+        return next((f"{sign.split(':')[0]} of the loss" for sign in LR_SIGNS if sign in incident.signs), None)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""

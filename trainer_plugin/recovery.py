@@ -8,7 +8,8 @@ class Recovery:
     """How long the loss has been out of its robust band without coming back for good.
 
     Back for good is `BACK_STEPS` of the last `OF_STEPS` steps inside the band: a count of strictly consecutive bad
-    steps would be broken by batch noise, and a single good step would end it.
+    steps would be broken by batch noise, and a single good step would end it. `values` counts the values since then,
+    which are fewer than the steps in a log of every nth step.
     """
 
     BACK_STEPS = 8
@@ -16,31 +17,45 @@ class Recovery:
 
     def __init__(self) -> None:
         self.unrecovered_steps = 0
+        self.values = 0
+        self._left_at = 0
         self._inside: deque[bool] = deque(maxlen=self.OF_STEPS)
 
     def update(self, step: int, *, left_at: int | None, inside: bool) -> int:
         """Count one step: `left_at` is the first step of a deviation found now; `inside`, whether the loss is back."""
         if self.unrecovered_steps:
-            self.unrecovered_steps += 1
             self._inside.append(inside)
             if sum(self._inside) >= self.BACK_STEPS:
                 self.clear()
-        elif left_at is not None:
-            self.unrecovered_steps = step - left_at + 1
+                return 0
+        elif left_at is None:
+            return 0
+        else:
+            self._left_at = left_at
             self._inside.clear()
+        self.values += 1
+        steps = max(step - self._left_at + 1, 1)
+        # A log of every 200th step has no 200 bad steps to show in one line: first it must have had the time to return.
+        self.unrecovered_steps = steps if self.values >= self.OF_STEPS else min(steps, self.OF_STEPS)
         return self.unrecovered_steps
 
     def clear(self) -> None:
         """Stop counting."""
-        self.unrecovered_steps = 0
+        self.unrecovered_steps = self.values = 0
         self._inside.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The count and the last steps."""
-        return {"unrecovered_steps": self.unrecovered_steps, "inside": list(self._inside)}
+        return {
+            "unrecovered_steps": self.unrecovered_steps,
+            "values": self.values,
+            "left_at": self._left_at,
+            "inside": list(self._inside),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
-        self.unrecovered_steps = state["unrecovered_steps"]
+        self.unrecovered_steps, self.values = state["unrecovered_steps"], state["values"]
+        self._left_at = state["left_at"]
         self._inside.clear()
         self._inside.extend(state["inside"])

@@ -1,0 +1,59 @@
+"""Continuity: which steps go on from the one before, and which changes were planned."""
+
+import json
+
+import pytest
+
+from trainer_plugin.continuity import Continuity
+
+
+def changes(steps, rates=None):
+    """What is said of each of these steps."""
+    continuity = Continuity(gap_steps=2000, window=128)
+    return [continuity.update(step, () if rates is None else (rates[i],)) for i, step in enumerate(steps)]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        range(5, 50),
+        range(0, 50_000, 200),
+        [0, 1, 2, 2, 2, 3],  # Lines told twice.
+        [0, 1, 2, 1500, 1501],  # A few lines missing.
+        [*range(0, 4000, 200), 7800, 8000],
+        [*range(300), 180, 181],  # A short way back: the level is the same.
+    ],
+)
+def test_these_steps_go_on(steps):
+    """Steps of any interval, some missing and some repeated, are one stretch of the run."""
+    assert set(changes(steps)) == {None}
+
+
+@pytest.mark.parametrize(
+    ("steps", "at"),
+    [([0, 1, 2, 2500, 2501], 3), ([*range(0, 4000, 200), 9000, 9200], 20), ([*range(3000, 3300), 0, 1], 300)],
+)
+def test_these_steps_are_elsewhere(steps, at):
+    """Far ahead, or further back than a window, is another stretch of the run."""
+    said = changes(steps)
+    assert [i for i, change in enumerate(said) if change] == [at]
+    assert said[at] == "elsewhere"
+
+
+def test_a_learning_rate_that_is_raised_at_once_was_planned():
+    """A jump up by half or more is one; a fall, a warm-up and a decay are none."""
+    assert changes(range(4), [1e-3, 1e-3, 2e-3, 2e-3]) == [None, None, "planned", None]
+    assert set(changes(range(4), [1e-3, 5e-4, 1e-4, 0.0])) == {None}
+    assert set(changes(range(50), [1e-5 * (50 + i) for i in range(50)])) == {None}
+    assert set(changes(range(4))) == {None}
+
+
+def test_its_state_goes_back():
+    """What was last is put back through JSON."""
+    first, second = (Continuity(gap_steps=2000, window=128) for _ in range(2))
+    for step in (0, 200, 400):
+        first.update(step, (1e-3,))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.update(600, (1e-3,)) is None
+    assert second.update(800, (2e-3,)) == "planned"
+    assert second.state_dict() != first.state_dict()

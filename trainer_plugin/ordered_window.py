@@ -1,0 +1,35 @@
+"""A window of the newest numbers that knows their order, so that a quantile costs the same for any length. Pure."""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+
+
+class OrderedWindow:
+    """The newest `size` numbers; `ordered` holds the same ones, smallest first, and is not to be changed."""
+
+    __slots__ = ("_newest", "ordered", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ordered: list[float] = []
+        self._newest: deque[float] = deque()
+
+    def add(self, value: float) -> None:
+        """Take a finite number in; the oldest leaves a full window."""
+        ordered, newest = self.ordered, self._newest
+        newest.append(value)
+        if len(ordered) == self.size:
+            del ordered[bisect_left(ordered, newest.popleft())]
+        insort(ordered, value)
+
+    @property
+    def values(self) -> list[float]:
+        """The numbers, oldest first."""
+        return list(self._newest)
+
+    def fill(self, values: Iterable[float]) -> None:
+        """Hold these numbers and no others, oldest first."""
+        self._newest.clear()
+        self._newest.extend(values)
+        self.ordered[:] = sorted(self._newest)

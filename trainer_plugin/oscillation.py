@@ -1,0 +1,78 @@
+"""The oscillation detector: small spikes that come again and again. Pure: no torch, no clock, no files."""
+
+import math
+from collections import deque
+from typing import Any
+
+from trainer_plugin.detectors import Verdict
+
+# A spike has begun above the first score and is over below the second.
+_SPIKE_SCORE = 4.0
+_OVER_SCORE = 2.0
+
+
+class Oscillation:
+    """`spikes` excursions of the robust score within `window` values, none of which was a verdict by itself.
+
+    The sign of a learning rate that is too high: the loss is thrown out of its valley and falls back, time and again.
+    The scores are held against the run's own tail, so that a noisy run does not seem to oscillate (one in 30,000 values
+    of normal noise is above 4), and against the tail as it was before the first of the spikes, which soon are a tail
+    themselves.
+    """
+
+    def __init__(self, signal: str, *, spikes: int, window: int) -> None:
+        self._signal = signal
+        self._spikes = spikes
+        self._window = window
+        self._seen = 0
+        self._inside = True
+        self._tail_ratio = 1.0
+        # Number of the value and its step, for each spike in the window.
+        self._found: deque[tuple[int, int]] = deque()
+
+    def update(self, step: int, value: float, *, score: float, tail_ratio: float, center: float) -> Verdict | None:
+        """Judge a step by its score against the center and the tail that the robust detector holds."""
+        if not math.isfinite(score):
+            return None
+        self._seen += 1
+        if self._found and self._found[0][0] <= self._seen - self._window:
+            self._found.popleft()
+        if not self._found:
+            self._tail_ratio = tail_ratio
+        score *= tail_ratio / self._tail_ratio
+        if score < _OVER_SCORE:
+            self._inside = True
+        elif score > _SPIKE_SCORE and self._inside:
+            self._inside = False
+            self._found.append((self._seen, step))
+            if len(self._found) >= self._spikes:
+                first_step = self._found[0][1]
+                self._found.clear()
+                return Verdict(
+                    detector="oscillation",
+                    signal=self._signal,
+                    step=step,
+                    value=value,
+                    baseline=center,
+                    first_step=first_step,
+                )
+        return None
+
+    def reset(self) -> None:
+        """Forget the spikes so far: they have had their verdict, or it was another's."""
+        self._found.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The spikes in the window, and where it stands."""
+        return {
+            "seen": self._seen,
+            "inside": self._inside,
+            "tail_ratio": self._tail_ratio,
+            "found": [list(spike) for spike in self._found],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state."""
+        self._seen, self._inside, self._tail_ratio = state["seen"], state["inside"], state["tail_ratio"]
+        self._found.clear()
+        self._found.extend((number, step) for number, step in state["found"])

@@ -1,0 +1,26 @@
+"""Readings: what the detectors hold after a step, as the job exports it."""
+
+import msgspec
+
+
+class Readings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the detectors hold after a step. NaN stands for "not known yet"."""
+
+    loss_ema: float
+    grad_norm_ema: float
+    loss_ema_ratio: float
+    grad_norm_ema_ratio: float
+    loss_mean: float
+    loss_stddev: float
+    loss_zscore: float
+    loss_robust_center: float
+    loss_robust_scale: float
+    loss_robust_score: float
+    grad_norm_robust_center: float
+    grad_norm_robust_scale: float
+    grad_norm_robust_score: float
+    loss_high_steps: dict[float, int]
+    grad_norm_high_steps: dict[float, int]
+    loss_unrecovered_steps: int
+    withheld_steps: int
+    amp_scale_collapsed: bool

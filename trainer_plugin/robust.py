@@ -1,0 +1,182 @@
+"""The robust detector: a value far above the run's present level, in deviations that the run itself has taught.
+
+Pure: no torch, no clock, no files. R7 of the design; the default that acts.
+"""
+
+import math
+from typing import Any
+
+from trainer_plugin.detectors import Verdict
+from trainer_plugin.ordered_window import OrderedWindow
+from trainer_plugin.tail import Tail
+
+# The distance between the quartiles of a normal distribution in standard deviations: 2 Phi^-1(3/4).
+_QUARTILES = 1.349
+# A window without noise would make every value an outlier: one per mille of the level is no deviation.
+_LEAST_SCALE_RATIO = 1e-3
+# While a planned change has its time to show, the threshold is so much higher.
+_WIDENED = 2.0
+
+
+class Robust:
+    """R7: a value above the median of the newest accepted values by more than `score` deviations.
+
+    Outliers are kept out of every window, so that a second spike is judged like the first. The median is of a quarter
+    of `window`: near enough to follow a falling loss. The deviation is that of the values from the medians before
+    them, over the whole of `window`, by the distance between the quartiles: the trend of a falling loss, which shifts
+    them all, does not widen it. Where the run's own tail is heavier than a normal one, the deviation is that of the
+    tail. `log` takes the logarithm first: for a positive, skewed signal such as a gradient norm. `least_ratio` is how
+    many times the center a value must be besides: a norm that doubles on one batch is the ordinary tail of a healthy
+    run, and a loss that rises by a hundredth is nothing to act upon, however calm it was.
+    """
+
+    # Scores above this, unbroken up to a verdict, belong to the deviation that it found.
+    ONSET_SCORE = 4.0
+
+    def __init__(
+        self,
+        signal: str,
+        *,
+        window: int,
+        score: float,
+        warmup_steps: int,
+        log: bool = False,
+        least_ratio: float = 1.0,
+    ) -> None:
+        self._signal = signal
+        self._threshold = score
+        self._warmup_steps = warmup_steps
+        self._log = log
+        self._least_rise = least_ratio - 1.0
+        self._values = OrderedWindow(max(1, window // 4))
+        self._residuals = OrderedWindow(window)
+        self._least_values = min(20, self._values.size)
+        self._tail = Tail(8 * window)
+        self._first_step: int | None = None
+        self._onset: int | None = None
+        self._widened = 0
+        self._center = math.nan
+        self._deviation = math.nan
+        self.warm = False
+        self.center = math.nan
+        self.scale = math.nan
+        # The score of the value seen last, by what was accepted before it; NaN for one that is not finite.
+        self.last_score = math.nan
+
+    @property
+    def tail_ratio(self) -> float:
+        """How much further than a normal one the run's own tail reaches; at least 1."""
+        return self._tail.ratio
+
+    @property
+    def widened(self) -> bool:
+        """Whether a planned change is having its time."""
+        return self._widened > 0
+
+    @property
+    def limit(self) -> float:
+        """The value above which the next one is an outlier, in the signal's own unit; infinite while none is judged."""
+        if not self.warm:
+            return math.inf
+        edge = self._center + self._threshold_now * self._deviation * self._tail.ratio
+        least = self.center + self._least_rise * abs(self.center)
+        return max(math.exp(min(edge, 700.0)) if self._log else edge, least)
+
+    @property
+    def _threshold_now(self) -> float:
+        return self._threshold * (_WIDENED if self._widened else 1.0)
+
+    def update(self, step: int, value: float, *, learn: bool = True) -> Verdict | None:
+        """Judge the value of one step, then take it in unless it is an outlier (or not to be learnt from)."""
+        if not math.isfinite(value):
+            self.last_score = math.nan
+            return None
+        # A gradient norm of exactly 0 is no outlier above anything.
+        scaled = math.log(max(value, 1e-30)) if self._log else value
+        deviation = self._deviation
+        raw = (scaled - self._center) / deviation if deviation > 0.0 else math.nan
+        tail = self._tail
+        self.last_score = score = raw / tail.ratio
+        verdict = None
+        if score > self.ONSET_SCORE and self.warm:
+            verdict = self._judge(step, value, score)
+        else:
+            self._onset = None
+        if not learn or verdict is not None:
+            tail.update(None)
+        else:
+            tail.update(raw if len(self._residuals.ordered) >= self._least_values else None)
+            self._take_in(scaled)
+        self.scale = self._deviation * tail.ratio
+        if not self.warm:
+            self._first_step = step if self._first_step is None else self._first_step
+            enough = len(self._values.ordered) >= self._least_values
+            self.warm = enough and step - self._first_step + 1 >= self._warmup_steps
+        if self._widened:
+            self._widened -= 1
+        return verdict
+
+    def _judge(self, step: int, value: float, score: float) -> Verdict | None:
+        self._onset = step if self._onset is None else self._onset
+        if score <= self._threshold_now or value - self.center <= self._least_rise * abs(self.center):
+            return None
+        return Verdict(
+            detector="robust", signal=self._signal, step=step, value=value, baseline=self.center, first_step=self._onset
+        )
+
+    def _take_in(self, scaled: float) -> None:
+        ordered = self._values.ordered
+        if ordered:
+            self._residuals.add(scaled - self._center)
+        self._values.add(scaled)
+        half = len(ordered) // 2
+        self._center = center = ordered[half] if len(ordered) % 2 else ordered[half - 1] / 2.0 + ordered[half] / 2.0
+        ordered = self._residuals.ordered
+        count = len(ordered)
+        spread = (ordered[3 * count // 4] - ordered[count // 4]) / _QUARTILES if count else 0.0
+        if self._log:
+            self.center, least = math.exp(center), _LEAST_SCALE_RATIO
+        else:
+            self.center, least = center, _LEAST_SCALE_RATIO * abs(center)
+        self._deviation = max(least, spread)
+
+    def relearn(self) -> None:
+        """Forget the level: it has changed for good. The next values are the new one."""
+        self._values.fill(())
+        self._residuals.fill(())
+        self._tail.forget_newest()
+        self._onset = None
+        self.warm = False
+
+    def widen(self, values: int) -> None:
+        """Be twice as patient with the next `values`: what comes was planned."""
+        self._widened = values
+
+    def hold(self, center: float) -> None:
+        """Judge by this level until something is learnt again: the one now has followed what went wrong."""
+        self.center = center
+        self._center = math.log(max(center, 1e-30)) if self._log else center
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accepted values and what was made of them."""
+        return {
+            "values": self._values.values,
+            "residuals": self._residuals.values,
+            "tail": self._tail.state_dict(),
+            "first_step": self._first_step,
+            "onset": self._onset,
+            "widened": self._widened,
+            "warm": self.warm,
+            "center": self._center,
+            "deviation": self._deviation,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state."""
+        self._values.fill(state["values"])
+        self._residuals.fill(state["residuals"])
+        self._tail.load_state_dict(state["tail"])
+        self._first_step, self._onset, self._widened = state["first_step"], state["onset"], state["widened"]
+        self.warm, self._center, self._deviation = state["warm"], state["center"], state["deviation"]
+        self.center = math.exp(self._center) if self._log else self._center
+        self.scale = self._deviation * self._tail.ratio
