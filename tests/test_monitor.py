@@ -152,7 +152,7 @@ def test_spikes_have_two_limits_and_an_end(run):
     """Loss and norm have to pass the limits of their robust detectors; after three in a row there are none any more."""
     loss_limit, norm_limit = run.monitor.spike_limits
     run.show(loss_limit * 0.999)
-    assert run.said == []
+    assert run.acting() == []
     loss_limit, norm_limit = run.monitor.spike_limits
     assert norm_limit >= 3.0 * 0.9
     for number in range(3):

@@ -1,5 +1,6 @@
 """The step reader: true norms under any loss scale, the reason why a step was withheld, and signals in step order."""
 
+import functools
 import math
 
 import pytest
@@ -201,3 +202,30 @@ def test_the_flag_of_an_earlier_step_does_not_decide_a_later_one():
 def test_the_kind_of_shield_is_known(options, kind):
     """How a bad step would be withheld is told for `train_info`."""
     assert Reading(**options).reader.shield_kind == kind
+
+
+@pytest.mark.parametrize("lag_steps", [0, 1])
+def test_steps_that_no_hook_hears_of_are_told_once(lag_steps, caplog):
+    """An optimizer stepped past its hooks is not shielded: said after ten such steps, and not again."""
+    reading = Reading()
+    reading.reader._lag_steps = lag_steps
+    reading.step()
+    reading.optimizer.step = functools.partial(torch.optim.SGD.step.__wrapped__, reading.optimizer)
+    for _ in range(14):
+        reading.step()
+    assert caplog.text.count("no step hook of the optimizer has run") == 1
+    assert reading.reader.unheard_steps == 14 - lag_steps
+    del reading.optimizer.step
+    for _ in range(1 + lag_steps):
+        reading.step()
+    assert reading.reader.unheard_steps == 0
+
+
+@pytest.mark.parametrize("kind", [{}, {"fused": True}], ids=["loop", "fused"])
+def test_a_scaler_that_leaves_the_optimizer_out_is_not_taken_for_it(kind, caplog):
+    """Overflows in a row, in which the scaler does not step the optimizer at all, are nothing to warn of."""
+    reading = Reading(scale=2.0**40, **kind)
+    for _ in range(14):
+        reading.step(gradient=math.inf)
+    assert reading.reader.unheard_steps == 0
+    assert "no step hook" not in caplog.text

@@ -21,6 +21,7 @@ from trainer_plugin.parts import Parts
 from trainer_plugin.probe import Limits
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
+from trainer_plugin.untraced import untraced
 
 _log = logging.getLogger(__name__)
 _SETTLED_STEPS = 3
@@ -110,6 +111,7 @@ class Guard:
         """The port that /metrics is really on; None if none could be had."""
         return self._parts.endpoint.port
 
+    @untraced
     def next_batch(self) -> Any:  # noqa: ANN401 - whatever `data` yields
         """The next batch that is not in quarantine; begins the next epoch by itself, moves with a rollback."""
         if self._data is None:
@@ -121,6 +123,7 @@ class Guard:
             self.page.add("train_steps_skipped_total", left_out, "quarantined")
         return batch
 
+    @untraced
     def micro_step(self, loss: Tensor, *, tokens: int | None = None, sample_ids: Sequence[str] = ()) -> None:
         """Hear of one micro-batch of a step with gradient accumulation; then call `before_optimizer()` without a loss.
 
@@ -132,6 +135,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self._parts.errors.hold_back(error, step=self.step)
 
+    @untraced
     def before_optimizer(self, loss: Tensor | None = None, *, sample_ids: Sequence[str] = ()) -> None:
         """Measure, clip and shield the gradients; in the place of `clip_grad_norm_`, and waiting for nothing.
 
@@ -146,6 +150,7 @@ class Guard:
             parts.errors.attempt(self._clip_plainly, self.config.actions.clip_max_norm, step=self.step)
         parts.errors.attempt(parts.reader.watch_layers, self.step + 1, step=self.step)
 
+    @untraced
     def end_step(self) -> None:
         """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
         self._boundary.cross(data_wait_seconds=self._data_wait_seconds)

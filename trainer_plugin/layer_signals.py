@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer_plugin.norms import tensor_norms
 from trainer_plugin.signals import LayerReading
+from trainer_plugin.untraced import untraced
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -45,8 +46,7 @@ class LayerSignals:
         self._largest: dict[str, Tensor] = {}
         self._due: frozenset[str] = frozenset()
         self._hooks = [
-            module.register_forward_hook(torch.compiler.disable(self._listener(layer)))  # type: ignore[no-untyped-call]
-            for layer, module in (modules or {}).items()
+            module.register_forward_hook(untraced(self._listener(layer))) for layer, module in (modules or {}).items()
         ]
 
     def moments(self) -> dict[str, tuple[str, ...]]:

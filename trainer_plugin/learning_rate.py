@@ -11,6 +11,8 @@ import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_plugin.untraced import untraced
+
 
 class LrState(msgspec.Struct, kw_only=True):
     """The factor and its way back, in optimizer steps run (`train_steps_total`, which never goes back)."""
@@ -76,6 +78,7 @@ class LrFactor:
         for hook in self._hooks:
             hook.remove()
 
+    @untraced
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's own hook type
         self._restore()  # Left over only if the last step raised.
         if self.factor != 1.0:
@@ -85,6 +88,7 @@ class LrFactor:
                 # Replaced, never changed in place: a tensor given once is the same object in every group.
                 group["lr"] = rate * self.factor
 
+    @untraced
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
         self._restore()
 

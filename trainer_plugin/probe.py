@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer_plugin.norms import layer_norms, scale_all, scale_and_check, tensor_norms
 from trainer_plugin.row import Row, Withhold
 
+# What torch.compile puts into the names of a module that it wraps, the whole model or a part of it.
 _WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
 
 
@@ -51,7 +52,9 @@ class Probe:
             raise ValueError("model has no parameter that requires a gradient")
         # A mask of -inf is what it is; a running mean that becomes NaN is damage.
         self._finite_buffers = {
-            name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and _is_finite(buffer)
+            plain_name(name): buffer
+            for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and _is_finite(buffer)
         }
         self.layers: dict[str, list[nn.Parameter]] = {}
         for name, parameter in self.parameters.items():

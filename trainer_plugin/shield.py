@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_plugin.untraced import untraced
+
 
 class Shield:
     """Withholds the next step of every optimizer when the flag it was armed with is set.
@@ -19,6 +21,7 @@ class Shield:
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.steps_begun = 0
         self._bad: Tensor | None = None
         self._is_bad: Callable[[], bool] = bool
         self._optimizers = optimizers
@@ -48,7 +51,9 @@ class Shield:
         for optimizer in self._optimizers:
             self._unflag(optimizer)
 
+    @untraced
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's own hook type
+        self.steps_begun += 1
         self._unflag(optimizer)  # Left over only if the last step raised.
         self._hidden.clear()
         if self._bad is None:
@@ -68,6 +73,7 @@ class Shield:
                         self._hidden.append((parameter, parameter.grad))
                         parameter.grad = None
 
+    @untraced
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
         self._unflag(optimizer)
         for parameter, gradient in self._hidden:

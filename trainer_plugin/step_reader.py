@@ -1,5 +1,6 @@
 """The reader of a step: measures it before the optimizer, shields it, and has its `Signals` at the boundary."""
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,10 @@ from trainer_plugin.row import Row, RowValues, Withhold
 from trainer_plugin.shield import Shield, is_fused
 from trainer_plugin.signals import Signals
 
+_log = logging.getLogger(__name__)
+# Fewer may be the own way of a loop, such as leaving out an update that it does not like.
+_UNHEARD_STEPS = 10
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Taken:
@@ -34,6 +39,7 @@ class _Taken:
     loss_mean: str
     rates: tuple[float | None, ...]
     layers: tuple[str, ...]
+    steps_begun: int
 
 
 class StepReader:
@@ -61,6 +67,7 @@ class StepReader:
         self._taken: deque[_Taken] = deque()
         self.nonfinite_parameters: list[str] = []
         self.measured = 0
+        self.unheard_steps = 0
         # On an accelerator the values of a step are read at the next boundary, when they have long arrived.
         self._lag_steps = 1 if any(p.is_cuda for p in probe.parameters.values()) else 0
 
@@ -120,6 +127,7 @@ class StepReader:
             loss_mean=self.accumulation.mean,
             rates=tuple(None if isinstance(rate, Tensor) else rate for rate in rates),
             layers=layers,
+            steps_begun=self._shield.steps_begun,
         )
         self._taken.append(taken)
         self.measured += 1
@@ -153,6 +161,7 @@ class StepReader:
             norm = values.grad_norm
             finite_norm = norm is None or math.isfinite(norm)
             self.nonfinite_parameters = [] if finite_norm else taken.row.nonfinite_parameters()
+            self._listen(taken, finite=values.withhold != Withhold.NONFINITE)
             withheld = self._withheld(values)
             beside = iter(values.beside)
             yield Signals(
@@ -189,6 +198,20 @@ class StepReader:
         self._shield.remove()
         if self._layer_signals is not None:
             self._layer_signals.remove()
+
+    def _listen(self, taken: _Taken, *, finite: bool) -> None:
+        """Count the good steps in a row that no optimizer has begun, as far as its hooks tell; say so once."""
+        if self._shield.steps_begun != taken.steps_begun:
+            self.unheard_steps = 0
+        elif finite:  # At an overflow the scaler leaves the optimizer out by itself.
+            self.unheard_steps += 1
+            if self.unheard_steps == _UNHEARD_STEPS:
+                _log.warning(
+                    "step %d: for %d steps no step hook of the optimizer has run: nothing is shielded, and the "
+                    "learning rate cannot be lowered; is it this optimizer that steps, and through its own `step`?",
+                    taken.step,
+                    _UNHEARD_STEPS,
+                )
 
     def _withheld(self, values: RowValues) -> str | None:
         """Why no update came of a step, if none did."""
