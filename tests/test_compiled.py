@@ -167,7 +167,7 @@ def test_the_guards_own_calls_may_be_in_the_compiled_part(make_guard):
         job.run(34)
         kick(job)
         job.run(60)
-        ends.append((job.weights(), losses, len(job.guard._policy.state.rollbacks)))
+        ends.append((job.weights(), losses, len(job.guard._parts.policy.state.rollbacks)))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     assert equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
