@@ -65,7 +65,7 @@ def ours(module):
     """The modules of `trainer_plugin` that one of them imports."""
     found = {name.split(".")[1] for name in imports(ROOT / "trainer_plugin" / f"{module}.py")
              if name.startswith("trainer_plugin.")}  # fmt: skip
-    return found & ({path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} | {"demo"})
+    return found & ({path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} | {"backtest", "demo"})
 
 
 def page_calls():
@@ -96,7 +96,7 @@ def test_rules_import_nothing():
 
 
 def test_every_module_has_its_place_in_the_order():
-    """The order names every module of the trainer's side, but for the command line and the demo above them all."""
+    """The order names every module of the trainer's side, but for the command line, the backtest and the demo above."""
     modules = {path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} - {"__main__"}
     assert modules == set(ORDER)
 
@@ -128,6 +128,14 @@ def test_judgement_has_no_clock_and_no_files(module):
 def test_what_handles_tensors_knows_no_policy(module):
     """Probe, shield, learning rate, state and checkpoints know how, and not why or when."""
     assert not ours(module) & {"policy", "incidents", "monitor", "detectors", "guard"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "trainer_plugin" / "backtest").glob("*.py")), ids=name_of)
+def test_backtest_needs_no_torch(path):
+    """What reads and judges old logs imports nothing with torch in it."""
+    assert "torch" not in packages(path)
+    used = {module.split(".")[1] for module in imports(path) if module.startswith("trainer_plugin.")}
+    assert used <= {*NO_TORCH, "backtest"}
 
 
 def test_the_page_needs_no_torch():

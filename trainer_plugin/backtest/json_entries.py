@@ -1,0 +1,163 @@
+"""What one JSON object of a log says about a step."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from trainer_plugin.backtest.cells import LARGEST_STEP, number, try_number, whole_step
+from trainer_plugin.backtest.columns import Columns, choose, missing_loss, shown
+from trainer_plugin.backtest.notes import Notes
+from trainer_plugin.backtest.rows import FoundRow
+
+# Whatever a decoder raises on what it cannot read.
+BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
+_MOST_DEPTH = 3
+# Python writes NaN and Infinity, and others print worse; none of it is JSON.
+_BARE = re.compile(rb"(?<=[\[:,\s])([-+]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
+
+
+class Values(msgspec.Struct, gc=False):
+    """The values of one object that matter, as they are written."""
+
+    step: Any = None
+    loss: Any = None
+    grad_norm: Any = None
+    learning_rate: Any = None
+    amp_loss_scale: Any = None
+    run: Any = None
+
+
+def load(text: bytes) -> Any:  # noqa: ANN401 - any document
+    """A JSON document, also with the numbers that JSON does not have.
+
+    Raises:
+        ValueError, RecursionError, msgspec.DecodeError: it is none.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        pass
+    try:
+        return msgspec.json.decode(_BARE.sub(rb'"\1"', text))
+    except msgspec.DecodeError:
+        # Such a word was inside a text.
+        return json.loads(text)
+
+
+def names(entry: dict[str, Any], prefix: str = "", depth: int = 1) -> list[str]:
+    """The names in an object, those of objects in it with a slash between."""
+    found = []
+    for key, value in entry.items():
+        if isinstance(value, dict) and depth < _MOST_DEPTH:
+            found += names(value, f"{prefix}{key}/", depth + 1)
+        else:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def choose_keys(entries: Iterable[dict[str, Any]]) -> Columns:
+    """The names of the values in the objects that have a loss; of all of them if none has."""
+    every: dict[str, None] = {}
+    with_loss: dict[str, None] = {}
+    for entry in entries:
+        own = dict.fromkeys(names(entry))
+        every |= own
+        columns = choose(own)
+        if columns.loss is not None and not columns.guessed:
+            with_loss |= own
+    return choose(with_loss or every)
+
+
+def decoder(columns: Columns) -> Callable[[bytes], Values]:
+    """A function that reads the values out of an object's text, quickly where they are not nested."""
+    keys = {name: key for name in Values.__struct_fields__ if (key := getattr(columns, name)) is not None}
+    if not all(key.isprintable() and not set(key) & set('/"\\') for key in keys.values()):
+        return lambda text: pick(msgspec.json.decode(text), columns)
+    fields: list[tuple[str, Any, Any]] = [(name, Any, None) for name in Values.__struct_fields__]
+    # What the log lacks gets a name that no log has, and odd letters in a name are not for this way.
+    rename = {name: keys.get(name, f"not in this log: {name}") for name in Values.__struct_fields__}
+    entry: Any = msgspec.defstruct("Entry", fields, rename=rename, gc=False)
+    decode: Callable[[bytes], Values] = msgspec.json.Decoder(entry).decode
+    return decode
+
+
+def pick(entry: Any, columns: Columns) -> Values:  # noqa: ANN401 - whatever was in the log
+    """The values of an object that was read.
+
+    Raises:
+        ValueError: it is no object.
+    """
+    if not isinstance(entry, dict):
+        raise ValueError(f"an object wanted, found {type(entry).__name__}")  # noqa: TRY004 - bad input
+    return Values(*(_find(entry, getattr(columns, name)) for name in Values.__struct_fields__))
+
+
+class Entries:
+    """Makes rows of values.
+
+    Args:
+        columns: where the values come from.
+        notes: where it tells what it leaves out.
+    """
+
+    def __init__(self, columns: Columns, notes: Notes) -> None:
+        if columns.loss is None:
+            raise ValueError(missing_loss([]))
+        self._columns = columns
+        self._without = f"without {shown(columns.loss)}: left out"
+        self._notes = notes
+        self._losses = 0
+        for remark in columns.remarks:
+            notes.say(remark)
+        if columns.step is None:
+            notes.say("no step is named: rows are counted from 1")
+
+    def row(self, values: Values, place: int) -> FoundRow | None:
+        """The row of an object; None where it tells of no step."""
+        step, loss = values.step, values.loss
+        if type(loss) is not float:
+            try:
+                loss = number(loss)
+            except ValueError:
+                self._notes.count("with a loss that is no number: left out", place)
+                return None
+            if loss is None:
+                self._notes.count(self._without, place)
+                return None
+        self._losses += 1
+        if self._columns.step is None:
+            step = self._losses
+        elif type(step) is not int or not 0 <= step <= LARGEST_STEP:
+            step = whole_step(step)
+            if step is None:
+                self._notes.count("without a step that is a whole number from 0 on: left out", place)
+                return None
+        norm, rate, scale, run = values.grad_norm, values.learning_rate, values.amp_loss_scale, values.run
+        return (
+            place,
+            step,
+            loss,
+            norm if type(norm) is float else try_number(norm),
+            rate if type(rate) is float else try_number(rate),
+            scale if type(scale) is float else try_number(scale),
+            None if run is None else str(run),
+        )
+
+
+def _find(entry: dict[str, Any], key: str | None) -> Any:  # noqa: ANN401 - any value
+    """The value under a name; a slash may be in the key itself, or lead into an object."""
+    if key is None:
+        return None
+    if key in entry:
+        return entry[key]
+    head, _, rest = key.partition("/")
+    while rest:
+        inner = entry.get(head)
+        if isinstance(inner, dict):
+            return _find(inner, rest)
+        more, _, rest = rest.partition("/")
+        head = f"{head}/{more}"
+    return None
