@@ -173,6 +173,7 @@ def test_in_warm_up_there_is_no_spike_limit():
 def test_a_loss_scale_out_of_its_range_acts(run):
     """A collapse is a verdict that acts, and a reading; without a scaler there is none."""
     run.calm(5)
+    run.show(2.0, amp_loss_scale=1024.0)
     assert not run.readings.amp_scale_collapsed
     run.show(2.0, amp_loss_scale=0.5)
     assert run.readings.amp_scale_collapsed

@@ -1,7 +1,9 @@
 """Signals: what one training step showed, as plain numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +21,7 @@ class LayerReading:
     activation_max: float | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Signals:
+class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """One step, read at its boundary.
 
     `grad_norm` and `layer_grad_norms` are taken before clipping and after AMP's unscaling; they are None and empty
@@ -46,5 +47,5 @@ class Signals:
     sample_ids: tuple[str, ...] = ()
     tokens: int | None = None
     huge: bool = False
-    layers: Mapping[str, LayerReading] = field(default_factory=dict)
+    layers: Mapping[str, LayerReading] = msgspec.field(default_factory=dict)
     loss_mean: str = "none"

@@ -1,0 +1,180 @@
+"""The judge: the job's own detectors and policy over old logs, and nothing that the log could not tell."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from curves import worked_example
+
+from trainer_plugin.backtest.judge import Options, judge
+from trainer_plugin.backtest.logs import read_log
+from trainer_plugin.budget import BudgetConfig
+from trainer_plugin.decisions import ActionsConfig
+from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.monitor import Monitor
+from trainer_plugin.signals import Signals
+
+WARM = 100
+
+
+def options(**detection):
+    """The defaults, but for a shorter warm-up and a checkpoint every 100 steps."""
+    return Options(
+        detection=DetectionConfig(**{"warmup_steps": WARM, **detection}),
+        actions=ActionsConfig(),
+        budget=BudgetConfig(),
+        checkpoint_every_steps=100,
+    )
+
+
+def calm(steps, seed=0):
+    """A loss that falls slowly, with some noise."""
+    noise = np.random.default_rng(seed).normal(0.0, 0.02, steps)
+    return 2.0 + np.exp(-np.arange(steps) / 300.0) + noise
+
+
+def write(path, losses, *, first=1, norms=None, scales=None):
+    """A CSV log of these losses."""
+    lines = ["step,loss,grad_norm,loss_scale"]
+    for place, loss in enumerate(losses):
+        norm = "" if norms is None else norms[place]
+        scale = "" if scales is None else scales[place]
+        lines.append(f"{first + place},{loss},{norm},{scale}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def judged(path, **detection):
+    """The log, judged."""
+    return judge(read_log(path), options(**detection))
+
+
+def test_a_healthy_log_has_no_incident(tmp_path):
+    """A calm run is read to its end, and nothing would have been done."""
+    found = judged(write(tmp_path / "log.csv", calm(2000)))
+    assert (found.steps, found.runs, found.format) == (2000, 1, "csv")
+    assert found.incidents == []
+    assert found.would_do == []
+
+
+def test_events_are_those_of_the_monitor(tmp_path):
+    """Every verdict of every detector is an event, in order, with the step that the log gives."""
+    losses = calm(600)
+    losses[[300, 400]] *= 3.0
+    found = judged(write(tmp_path / "log.csv", losses))
+    monitor = Monitor(options().detection)
+    said = []
+    for place, loss in enumerate(losses):
+        signals = Signals(
+            step=place + 1, loss=float(loss), grad_norm=None, layer_grad_norms={}, clip_coefficient=1.0, surge=False,
+            withheld=None, amp_loss_scale=None, learning_rates=(), step_seconds=1.0, data_wait_seconds=0.0,
+            data_position=None,
+        )  # fmt: skip
+        said += monitor.update(signals)[1]
+    assert [(e.step, e.detector, e.signal, e.value) for e in found.events] == [
+        (v.step, v.detector, v.signal, v.value) for v in said
+    ]
+    assert {(event.step, event.detector) for event in found.events} >= {(301, "robust"), (401, "robust")}
+
+
+def test_a_loss_that_stays_up_is_one_incident_and_one_rollback(tmp_path):
+    """A jump for good: found at once, rolled back after 200 steps to the checkpoint before it, and asked no more."""
+    losses = calm(1200)
+    losses[650:] += 2.0
+    found = judged(write(tmp_path / "log.csv", losses))
+    (incident,) = found.incidents
+    assert (incident.first_step, incident.detected_step) == (651, 651)
+    rollbacks = [deed for deed in found.would_do if deed.action == "rollback"]
+    assert [deed.step for deed in rollbacks] == [850]
+    assert rollbacks[0].reason.endswith("to step 600")
+    assert found.would_do[-1] is rollbacks[0]
+
+
+def test_without_a_checkpoint_before_it_there_is_no_rollback(tmp_path):
+    """A fault in the first steps of a log has nowhere to go back to."""
+    losses = [*calm(20), *[math.nan] * 30]
+    found = judged(write(tmp_path / "log.csv", losses, first=5010))
+    assert [deed.action for deed in found.would_do] == ["skip_batch"]
+
+
+def test_what_is_not_finite_is_withheld_and_leads_back_after_ten(tmp_path):
+    """One NaN is left out; ten in a row lead back, as in the job."""
+    losses = calm(400)
+    losses[250] = math.nan
+    found = judged(write(tmp_path / "one.csv", losses))
+    assert [(deed.step, deed.action) for deed in found.would_do] == [(251, "skip_batch")]
+    losses[250:] = math.nan
+    found = judged(write(tmp_path / "all.csv", losses))
+    assert [(deed.step, deed.action) for deed in found.would_do] == [(251, "skip_batch"), (260, "rollback")]
+    assert found.incidents[0].class_ == "numerical"
+
+
+def test_an_overflow_under_a_loss_scale_is_none(tmp_path):
+    """An infinite norm in a log with a loss scale is the scaler's own business."""
+    norms = [1.0] * 300
+    norms[200] = math.inf
+    path = write(tmp_path / "log.csv", calm(300), norms=norms, scales=[1024.0] * 300)
+    assert judged(path).incidents == []
+    assert len(judged(write(path, calm(300), norms=norms)).incidents) == 1
+
+
+def test_a_surge_would_be_clipped_and_the_rate_lowered(tmp_path):
+    """A norm of 50 times its baseline: clipped in that step, then a lower rate."""
+    norms = [1.0 + 0.1 * math.sin(step) for step in range(400)]
+    norms[300] = 50.0
+    found = judged(write(tmp_path / "log.csv", calm(400), norms=norms))
+    assert [(deed.step, deed.action) for deed in found.would_do] == [(301, "clip"), (301, "lower_lr")]
+    assert found.incidents[0].class_ == "gradient_explosion"
+
+
+def test_each_run_of_a_log_is_judged_anew(tmp_path):
+    """A second run in one file begins with nothing learnt, and its findings carry its number."""
+    first, second = calm(400), calm(400, seed=1) + 5.0
+    second[300] *= 3.0
+    path = write(tmp_path / "log.csv", first)
+    rows = "\n".join(f"{place + 1},{loss},," for place, loss in enumerate(second))
+    path.write_text(path.read_text() + rows + "\n")
+    found = judged(path)
+    assert (found.runs, found.steps) == (2, 800)
+    assert [(incident.run, incident.detected_step) for incident in found.incidents] == [(2, 301)]
+    assert {event.run for event in found.events if event.detector == "robust"} == {2}
+
+
+def test_the_budget_counts(tmp_path):
+    """Four separate disasters in one day are three rollbacks."""
+    losses = calm(6000)
+    for begin in (1000, 2200, 3400, 4600):
+        losses[begin : begin + 400] += 3.0
+    found = judged(write(tmp_path / "log.csv", losses))
+    assert [deed.action for deed in found.would_do].count("rollback") == 3
+
+
+def test_the_worked_example_comes_out_to_the_digit(tmp_path):
+    """Numpy seed 42, three spikes: `rolling_sigma` finds exactly 100, 180, 240; `ema_ratio` at 3.0 none of them."""
+    found = judged(write(tmp_path / "log.csv", worked_example(), first=0), warmup_steps=0)
+    sigma = [event for event in found.events if event.detector == "rolling_sigma"]
+    assert [event.step for event in sigma] == [100, 180, 240]
+    assert [round(event.value, 3) for event in sigma] == [3.369, 1.848, 1.805]
+    assert [round(event.baseline, 3) for event in sigma] == [1.258, 0.734, 0.541]
+    assert not [event for event in found.events if event.detector == "ema_ratio" and event.signal == "loss"]
+
+
+def test_json_has_the_words_of_the_contract(tmp_path):
+    """Keys are those of the contract, and a NaN is null, so that any reader of JSON can read it."""
+    losses = calm(300)
+    losses[200] = math.nan
+    found = msgspec.json.decode(msgspec.json.encode(judged(write(tmp_path / "log.csv", losses))))
+    assert found["events"][0] == {
+        "step": 201, "detector": "nonfinite", "signal": "loss", "value": None, "baseline": None, "run": 1
+    }  # fmt: skip
+    assert found["incidents"][0]["class"] == "numerical"
+    assert {"path", "format", "steps", "events", "incidents", "would_do"} <= found.keys()
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path):
+    """A trouble in the middle of a log is the reader's one-line error."""
+    path = tmp_path / "log.csv"
+    path.write_text("step,loss\n")
+    with pytest.raises(ValueError, match=r"log\.csv: no step with a loss"):
+        judged(path)

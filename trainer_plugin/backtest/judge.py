@@ -1,0 +1,185 @@
+"""The judge: the job's own detectors and policy over the rows of an old log, one after the other."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from trainer_plugin.backtest.judged import Deed, Event, FoundIncident, Judged
+from trainer_plugin.backtest.logs import Log
+from trainer_plugin.backtest.rows import LogRow
+from trainer_plugin.budget import BudgetConfig
+from trainer_plugin.decisions import ActionsConfig, Decision, Moment
+from trainer_plugin.detectors import DetectionConfig, Verdict
+from trainer_plugin.incidents import Incident
+from trainer_plugin.monitor import Monitor
+from trainer_plugin.policy import Policy
+from trainer_plugin.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The options of guard.yaml that a backtest uses. `checkpoint_every_steps` tells where a rollback could go."""
+
+    detection: DetectionConfig
+    actions: ActionsConfig
+    budget: BudgetConfig
+    checkpoint_every_steps: int
+
+
+def judge(log: Log, options: Options, *, watch: Callable[[LogRow], None] | None = None) -> Judged:
+    """Every verdict about a log, and what the policy would have done in mode `auto`, with the outer loop down.
+
+    Nothing is healed by it: the log goes on as it was. So an incident in which the policy would have gone back is
+    asked no further, and a step is taken to last a second where the budget counts days. `watch` sees each row.
+
+    Raises:
+        ValueError: the log cannot be read, in one line.
+    """
+    judged = Judged(path=str(log.path), format=log.format)
+    bench: _Bench | None = None
+    incidents: list[tuple[Incident, int]] = []
+    for row in log:
+        if bench is None or row.run != bench.run:
+            bench = _Bench(options, judged, incidents, row.run)
+        bench.hear(row)
+        if watch is not None:
+            watch(row)
+        judged.steps += 1
+    judged.runs = bench.run if bench is not None else 0
+    judged.notes = log.notes
+    judged.incidents = [_told(incident, run) for incident, run in incidents]
+    return judged
+
+
+class _Bench:
+    """Detectors and policy of one run of a log; what they find goes into `judged` and `incidents`."""
+
+    def __init__(self, options: Options, judged: Judged, incidents: list[tuple[Incident, int]], run: int) -> None:
+        self.run = run
+        self._incidents = incidents
+        self._kept: set[tuple[int, str]] = set()
+        self._options = options
+        self._judged = judged
+        self._monitor = Monitor(options.detection)
+        self._policy = Policy(
+            mode="auto",
+            actions=options.actions,
+            budget=options.budget,
+            sustained_steps=options.detection.sustained_steps,
+        )
+        self._first_step: int | None = None
+        self._last_step = 0
+        self._steps_total = 0
+
+    def hear(self, row: LogRow) -> None:
+        """Judge one row, and let the policy see it if there is anything to see."""
+        if self._first_step is None:
+            self._first_step = self._last_step = row.step
+        self._steps_total += max(row.step - self._last_step, 1)  # Steps that come again were run again.
+        self._last_step = row.step
+        signals = _signals(row)
+        verdicts = self._monitor.judge(signals)
+        if verdicts or self._policy.open_incident is not None:
+            self._decide(signals, verdicts)
+
+    def _decide(self, signals: Signals, verdicts: list[Verdict]) -> None:
+        policy, step = self._policy, signals.step
+        for verdict in verdicts:
+            self._judged.events.append(
+                Event(
+                    step=step,
+                    detector=verdict.detector,
+                    signal=verdict.signal,
+                    value=verdict.value,
+                    baseline=verdict.baseline,
+                    run=self.run,
+                )
+            )
+        surge = any((verdict.detector, verdict.signal) == ("ema_ratio", "grad_norm") for verdict in verdicts)
+        if surge and signals.grad_norm:
+            coefficient = min(1.0, self._monitor.grad_norm_baseline / signals.grad_norm)
+            signals = msgspec.structs.replace(signals, surge=True, clip_coefficient=coefficient)
+        before = policy.open_incident
+        policy.observe(signals, self._monitor.readings(), verdicts, weights_finite=True, steps_total=self._steps_total)
+        incident = policy.open_incident
+        if incident is not None and incident is not before:
+            self._incidents.append((incident, self.run))
+        if incident is None or incident.tried("rollback"):
+            return
+        if signals.surge:
+            self._keep_once(incident, "clip", step, "gradient surge, in the same step")
+        if signals.withheld == "nonfinite":
+            self._keep_once(incident, "skip_batch", step, "not finite: the update is withheld")
+        self._ask(step, incident)
+
+    def _ask(self, step: int, incident: Incident) -> None:
+        every = self._options.checkpoint_every_steps
+        target = (incident.before_step - 1) // every * every
+        first = self._first_step or 0
+        moment = Moment(
+            step=step,
+            steps_total=self._steps_total,
+            now=float(self._steps_total),
+            loop_up=False,
+            target_step=target if target >= first and target > 0 else -1,
+        )
+        decision, _ = self._policy.decide(moment, [])
+        if decision is not None:
+            self._carry_out(decision, moment)
+
+    def _carry_out(self, decision: Decision, moment: Moment) -> None:
+        """Keep what the policy would do; a rollback counts for its budget as it would have."""
+        action, reason, target = decision.action, decision.reason, moment.target_step
+        if action != "rollback":
+            self._policy.record(decision, moment, "done", detail="", to_step=None)
+        elif target < 0:
+            self._policy.record(decision, moment, "no_target", detail="", to_step=None)
+            return
+        else:
+            self._policy.record(decision, moment, "done", detail="", to_step=target)
+            reason = f"{reason}: to step {target}"
+        self._keep(action, moment.step, reason)
+
+    def _keep_once(self, incident: Incident, action: str, step: int, reason: str) -> None:
+        """What is done within a step is told once an incident."""
+        if (incident.id, action) not in self._kept:
+            self._kept.add((incident.id, action))
+            self._keep(action, step, reason)
+
+    def _keep(self, action: str, step: int, reason: str) -> None:
+        self._judged.would_do.append(Deed(step=step, action=action, reason=reason, run=self.run))
+
+
+def _signals(row: LogRow) -> Signals:
+    """What a log tells of a step, and what the shield would have done with it."""
+    norm, scale = row.grad_norm, row.amp_loss_scale
+    withheld = None
+    if not math.isfinite(row.loss) or (norm is not None and not math.isfinite(norm)):
+        withheld = "amp_overflow" if scale is not None and math.isfinite(row.loss) else "nonfinite"
+    return Signals(
+        step=row.step,
+        loss=row.loss,
+        grad_norm=norm,
+        layer_grad_norms={},
+        clip_coefficient=1.0,
+        surge=False,
+        withheld=withheld,
+        amp_loss_scale=scale,
+        learning_rates=() if row.learning_rate is None else (row.learning_rate,),
+        step_seconds=1.0,
+        data_wait_seconds=0.0,
+        data_position=None,
+    )
+
+
+def _told(incident: Incident, run: int) -> FoundIncident:
+    return FoundIncident(
+        first_step=incident.first_step,
+        detected_step=incident.detected_step,
+        last_step=incident.last_step,
+        class_=incident.class_,
+        evidence=incident.evidence,
+        run=run,
+    )

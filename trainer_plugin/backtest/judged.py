@@ -1,0 +1,47 @@
+"""What a backtest finds in one log: every verdict, the incidents, and what the policy would have done."""
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One detector's word about one logged step. A value that is not finite is null in JSON."""
+
+    step: int
+    detector: str
+    signal: str
+    value: float
+    baseline: float
+    run: int
+
+
+class FoundIncident(msgspec.Struct, frozen=True, kw_only=True, rename={"class_": "class"}):
+    """One thing that went wrong; `last_step` is the last one with a verdict."""
+
+    first_step: int
+    detected_step: int
+    last_step: int
+    class_: str
+    evidence: list[str]
+    run: int
+
+
+class Deed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy would have done after a step, and why."""
+
+    step: int
+    action: str
+    reason: str
+    run: int
+
+
+class Judged(msgspec.Struct, kw_only=True):
+    """One log. `steps` is the number of logged ones, `runs` how many runs it holds."""
+
+    path: str
+    format: str
+    steps: int = 0
+    runs: int = 0
+    notes: list[str] = msgspec.field(default_factory=list)
+    events: list[Event] = msgspec.field(default_factory=list)
+    incidents: list[FoundIncident] = msgspec.field(default_factory=list)
+    would_do: list[Deed] = msgspec.field(default_factory=list)
