@@ -226,6 +226,27 @@ def test_a_collapsed_loss_scale_lowers_the_rate_by_the_alert_or_else_by_the_job(
     assert alone.incident.class_ == "numerical"
 
 
+@pytest.mark.parametrize(
+    ("sign", "alert"), [("drift:loss", "TrainLossDrift"), ("oscillation:loss", "TrainLossOscillating")]
+)
+def test_a_loss_that_drifts_or_oscillates_lowers_the_rate(job, sign, alert):
+    """The alert comes first and is believed while the incident has the sign; a loop that is down waits for nobody."""
+    job.see(sign)
+    job.obey()
+    assert job.went == []
+    job.see()
+    assert job.obey(job.alert("lower_lr", alert=alert)) == []
+    assert job.went == [("lower_lr", "alert", "done")]
+    assert job.incident.class_ == "lr_too_high"
+
+    alone = Job(loop_up=False)
+    alone.see(sign)
+    alone.obey()
+    alone.see(sign)
+    alone.obey()
+    assert alone.went == [("lower_lr", "local", "done")]
+
+
 def test_a_runaway_loss_scale_has_no_remedy():
     """A scale that only grows is an incident for people: the job does nothing to the weights."""
     alone = Job(loop_up=False)
@@ -423,6 +444,8 @@ def test_an_alert_of_another_future_is_stale(healed, job, changes):
         "TrainNoUpdates",
         "TrainWeightsNonFinite",
         "TrainAmpScaleCollapse",
+        "TrainLossDrift",
+        "TrainLossOscillating",
     ],
 )
 def test_an_alert_that_is_no_longer_so_is_stale(job, alert):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer_plugin.__main__ import cli
 from trainer_plugin.config import Config, read_config
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +49,9 @@ def test_the_yaml_block_is_a_config_and_states_the_defaults():
 
 
 @pytest.mark.timeout(30)
-def test_the_commands_exist(tmp_path):
-    """Every make target is known to make, and every module's command line accepts what is written."""
+def test_the_commands_exist(tmp_path, monkeypatch):
+    """Every make target is known to make, every module's command line accepts what is written, a backtest runs."""
+    monkeypatch.chdir(tmp_path)
     for line in "".join(blocks("sh")).splitlines():
         words = shlex.split(line)
         if words[0] == "make":
@@ -57,6 +59,10 @@ def test_the_commands_exist(tmp_path):
         elif "files" in words:
             subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, check=True, capture_output=True)
             assert (tmp_path / "monitoring/alert_rules/training.yml").exists()
+        elif "backtest" in words:
+            logs = [str(path) for word in words[4:] if word.endswith(".csv") for path in ROOT.glob(word)]
+            assert logs
+            assert cli(["backtest", *logs, *(word for word in words[4:] if not word.endswith(".csv"))]) == 0
         elif words[0].startswith("prometheus"):
             (option,) = [word for word in words if word.startswith("--config.file=")]
             assert (ROOT / "alert_rules" / Path(option).name).exists()

@@ -3,7 +3,7 @@
 Judged by the steps that an alert speaks of and by what the job reads now; by clocks only where steps are not told.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from exporter.commands import Command
@@ -20,6 +20,8 @@ OWN_SIGNALS = frozenset(
         "TrainNoUpdates",
         "TrainWeightsNonFinite",
         "TrainAmpScaleCollapse",
+        "TrainLossDrift",
+        "TrainLossOscillating",
     }
 )
 
@@ -71,7 +73,10 @@ def _by_readings(command: Command, known: Known) -> tuple[str, str] | None:
     if command.alert not in OWN_SIGNALS or known.readings is None:
         return None
     incident = known.incident
-    if incident is None or not still_so(command.alert, known.readings, weights_finite=known.weights_finite):
+    signs = incident.signs if incident is not None else {}
+    if incident is None or not still_so(
+        command.alert, known.readings, signs=signs, weights_finite=known.weights_finite
+    ):
         return "stale", "no longer so: the job's own reading is back to normal"
     seen, opened = command.steps_total, incident.opened_total
     if seen is None:
@@ -81,18 +86,18 @@ def _by_readings(command: Command, known: Known) -> tuple[str, str] | None:
     return None
 
 
-def still_so(alert: str | None, readings: Readings, *, weights_finite: bool) -> bool:
-    """Whether the condition of an alert about the job's own signals holds now; True for any other alert."""
-    match alert:
-        case "TrainLossNotRecovering":
-            return readings.loss_unrecovered_steps > 0
-        case "TrainLossSpikeSustained":
-            return readings.loss_high_steps[3.0] > 0
-        case "TrainNoUpdates":
-            return readings.withheld_steps > 0
-        case "TrainWeightsNonFinite":
-            return not weights_finite
-        case "TrainAmpScaleCollapse":
-            return readings.amp_scale_collapsed
-        case _:
-            return True
+def still_so(alert: str | None, readings: Readings, *, signs: Collection[str] = (), weights_finite: bool) -> bool:
+    """Whether the condition of an alert about the job's own signals holds now; True for any other alert.
+
+    `signs` are those of the incident that is open.
+    """
+    holds = {
+        "TrainLossNotRecovering": readings.loss_unrecovered_steps > 0,
+        "TrainLossSpikeSustained": readings.loss_high_steps[3.0] > 0,
+        "TrainNoUpdates": readings.withheld_steps > 0,
+        "TrainWeightsNonFinite": not weights_finite,
+        "TrainAmpScaleCollapse": readings.amp_scale_collapsed,
+        "TrainLossDrift": "drift:loss" in signs,
+        "TrainLossOscillating": "oscillation:loss" in signs,
+    }
+    return holds.get(alert or "", True)

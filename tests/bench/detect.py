@@ -15,12 +15,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from backtest_rows import backtest, read_rows, score, signals
+from labels import score
 from peers import PEERS
 from scenes import BLOOM_FIRST_STEP, SCENES, bloom
 
+from trainer_plugin.backtest.judge import Options, judge
+from trainer_plugin.backtest.logs import read_log
+from trainer_plugin.budget import BudgetConfig
+from trainer_plugin.decisions import ActionsConfig
 from trainer_plugin.detectors import DetectionConfig
 from trainer_plugin.monitor import Monitor
+from trainer_plugin.signals import Signals
 
 # Logs of one model and one recipe: what is chosen on one of them fits the others, so they are left out together.
 FAMILIES = (
@@ -115,15 +120,30 @@ def print_bloom():
         print(f"BLOOM-176B {name}: first at {steps}")
 
 
+def backtest(path, detection):
+    """As `backtest --json` has it, with every other option as shipped."""
+    options = Options(detection=detection, actions=ActionsConfig(), budget=BudgetConfig(), checkpoint_every_steps=1000)
+    return msgspec.to_builtins(judge(read_log(path), options))
+
+
+def signals(step, loss, grad_norm=None, lr=None):
+    """What a log tells of a step."""
+    return Signals(
+        step=step, loss=loss, grad_norm=grad_norm, layer_grad_norms={}, clip_coefficient=1.0, surge=False,
+        withheld=None, amp_loss_scale=None, learning_rates=() if lr is None else (lr,), step_seconds=1.0,
+        data_wait_seconds=0.0, data_position=None,
+    )  # fmt: skip
+
+
 def print_curves(folder, out):
     """Each log's score and the sums, and the file for `score.py`."""
     labels = json.loads((folder / "labels.json").read_text())
     files, total = [], dict.fromkeys(("events", "found", "late", "false", "rows", "rollbacks"), 0)
     for name, label in labels.items():
         began = time.perf_counter()
-        result = backtest(read_rows(folder / name))
+        result = backtest(folder / name, DetectionConfig())
         seconds = time.perf_counter() - began
-        files.append({"path": str(folder / name), **result})
+        files.append(result)
         scored = score(label, result)
         _add(total, scored)
         print(
@@ -138,11 +158,10 @@ def print_curves(folder, out):
 def print_families(folder):
     """Leave one family out: the constants chosen on the others, and how they do on it."""
     labels = json.loads((folder / "labels.json").read_text())
-    rows = {name: list(read_rows(folder / name)) for name in labels}
     scores = {}
     for values in itertools.product(*GRID.values()):
         config = msgspec.structs.replace(DetectionConfig(), **dict(zip(GRID, values, strict=True)))
-        scores[values] = {name: score(label, backtest(rows[name], config)) for name, label in labels.items()}
+        scores[values] = {name: score(label, backtest(folder / name, config)) for name, label in labels.items()}
         print(values, _line("", _sum(scores[values].values())), flush=True)
     total = dict.fromkeys(("events", "found", "late", "false", "rows", "rollbacks"), 0)
     shipped = tuple(getattr(DetectionConfig(), name) for name in GRID)
