@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,9 @@ def cli(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     try:
         return _backtest(options) if options.command == "backtest" else _demo(options)
+    except BrokenPipeError:  # Whoever read what was printed has seen enough.
+        sys.stdout = open(os.devnull, "w")  # noqa: PLW1514, PTH123, SIM115 - for the interpreter's last flush
+        return 1
     except (ValueError, RunInUseError) as error:
         print(f"trainer_plugin: {error}", file=sys.stderr)
         return 2

@@ -101,16 +101,7 @@ class Monitor:
         loss, step = signals.loss, signals.step
         grad_norm = math.nan if signals.grad_norm is None else signals.grad_norm
         overflow = signals.withheld == "amp_overflow"  # The scaler's own business: no verdict, nothing learnt.
-        self._overflow_steps = self._overflow_steps + 1 if overflow else 0
-        stuck = self._overflow_steps > _SCALE_SEARCH_STEPS
-        verdicts: list[Verdict] = []
-        if not math.isfinite(loss):
-            verdicts.append(_nonfinite("loss", step, loss))
-        if signals.grad_norm is not None and not math.isfinite(grad_norm) and (stuck or not overflow):
-            verdicts.append(_nonfinite("grad_norm", step, grad_norm))
-        scale_verdict = self._loss_scale.update(step, signals.amp_loss_scale)
-        counts = signals.withheld is not None and (stuck or not overflow)
-        self._withheld_steps = self._withheld_steps + 1 if counts else 0
+        verdicts = self._judge_range(signals, overflow=overflow)
         change = self._continuity.update(step, signals.learning_rates)
         if change is not None:
             self._meet(change)
@@ -144,8 +135,23 @@ class Monitor:
             self._spikes_in_a_row += 1
         elif loss_verdict is None and math.isfinite(loss):
             self._spikes_in_a_row = 0
-        said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
-        verdicts += [verdict for verdict in said if verdict is not None]
+        for verdict in (sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high):
+            if verdict is not None:
+                verdicts.append(verdict)  # noqa: PERF401 - a comprehension costs more where there is nothing, as ever
+        return verdicts
+
+    def _judge_range(self, signals: Signals, *, overflow: bool) -> list[Verdict]:
+        """What needs no baseline: NaN and Inf, AMP's scale, updates withheld in a row."""
+        step, norm, verdicts = signals.step, signals.grad_norm, []
+        self._overflow_steps = self._overflow_steps + 1 if overflow else 0
+        counts = not overflow or self._overflow_steps > _SCALE_SEARCH_STEPS
+        if not math.isfinite(signals.loss):
+            verdicts.append(_nonfinite("loss", step, signals.loss))
+        if norm is not None and not math.isfinite(norm) and counts:
+            verdicts.append(_nonfinite("grad_norm", step, norm))
+        if signals.amp_loss_scale is not None and (said := self._loss_scale.update(step, signals.amp_loss_scale)):
+            verdicts.append(said)
+        self._withheld_steps = self._withheld_steps + 1 if counts and signals.withheld is not None else 0
         return verdicts
 
     def readings(self) -> Readings:

@@ -1,9 +1,14 @@
 """Signals: what one training step showed, as plain numbers."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +26,7 @@ class LayerReading:
     activation_max: float | None
 
 
-class Signals(msgspec.Struct, frozen=True, kw_only=True):
+class Signals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step, read at its boundary.
 
     `grad_norm` and `layer_grad_norms` are taken before clipping and after AMP's unscaling; they are None and empty
@@ -35,17 +40,17 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     loss: float
     grad_norm: float | None
-    layer_grad_norms: dict[str, float]
-    clip_coefficient: float
-    surge: bool
-    withheld: str | None
-    amp_loss_scale: float | None
-    learning_rates: tuple[float, ...]
-    step_seconds: float
-    data_wait_seconds: float
-    data_position: int | None
+    layer_grad_norms: Mapping[str, float] = _NONE
+    clip_coefficient: float = 1.0
+    surge: bool = False
+    withheld: str | None = None
+    amp_loss_scale: float | None = None
+    learning_rates: tuple[float, ...] = ()
+    step_seconds: float = math.nan
+    data_wait_seconds: float = math.nan
+    data_position: int | None = None
     sample_ids: tuple[str, ...] = ()
     tokens: int | None = None
     huge: bool = False
-    layers: Mapping[str, LayerReading] = msgspec.field(default_factory=dict)
+    layers: Mapping[str, LayerReading] = _NONE
     loss_mean: str = "none"

@@ -6,16 +6,13 @@ from typing import Any
 
 import msgspec
 
-from trainer_plugin.backtest.judge import Options, judge
+from trainer_plugin.backtest.judge import PROGRESS_STEPS, Options, judge
 from trainer_plugin.backtest.judged import Judged
 from trainer_plugin.backtest.logs import read_log
 from trainer_plugin.backtest.plot import Plot
-from trainer_plugin.backtest.rows import LogRow
 from trainer_plugin.backtest.sweep import Combination, combinations, sweep_table, with_values
 from trainer_plugin.backtest.table import table
 from trainer_plugin.config import Config, read_config
-
-_PROGRESS_STEPS = 200_000
 
 
 def run_backtest(
@@ -61,18 +58,12 @@ def _sweep(paths: list[str], config: Config, asked: list[str]) -> list[Combinati
 
 
 def _judge(path: str, options: Options, plot: Plot | None) -> Judged:
-    seen = 0
+    def tell(steps: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{path}: {steps} steps", end="", file=sys.stderr, flush=True)
 
-    def watch(row: LogRow) -> None:
-        nonlocal seen
-        seen += 1
-        if plot is not None:
-            plot.watch(row)
-        if seen % _PROGRESS_STEPS == 0 and sys.stderr.isatty():
-            print(f"\r{path}: {seen} steps", end="", file=sys.stderr, flush=True)
-
-    judged = judge(read_log(path), options, watch=watch)
-    if seen >= _PROGRESS_STEPS and sys.stderr.isatty():
+    judged = judge(read_log(path), options, watch=plot.watch if plot is not None else None, tell=tell)
+    if judged.steps >= PROGRESS_STEPS and sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return judged
 

@@ -17,6 +17,8 @@ from trainer_plugin.monitor import Monitor
 from trainer_plugin.policy import Policy
 from trainer_plugin.signals import Signals
 
+PROGRESS_STEPS = 200_000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -28,16 +30,24 @@ class Options:
     checkpoint_every_steps: int
 
 
-def judge(log: Log, options: Options, *, watch: Callable[[LogRow], None] | None = None) -> Judged:
+def judge(
+    log: Log,
+    options: Options,
+    *,
+    watch: Callable[[LogRow], None] | None = None,
+    tell: Callable[[int], None] | None = None,
+) -> Judged:
     """Every verdict about a log, and what the policy would have done in mode `auto`, with the outer loop down.
 
     Nothing is healed by it: the log goes on as it was. So an incident in which the policy would have gone back is
-    asked no further, and a step is taken to last a second where the budget counts days. `watch` sees each row.
+    asked no further, and a step is taken to last a second where the budget counts days. `watch` sees each row,
+    `tell` hears every so often how many there have been.
 
     Raises:
         ValueError: the log cannot be read, in one line.
     """
     judged = Judged(path=str(log.path), format=log.format)
+    steps = 0
     bench: _Bench | None = None
     incidents: list[tuple[Incident, int]] = []
     for row in log:
@@ -46,7 +56,10 @@ def judge(log: Log, options: Options, *, watch: Callable[[LogRow], None] | None 
         bench.hear(row)
         if watch is not None:
             watch(row)
-        judged.steps += 1
+        steps += 1
+        if steps % PROGRESS_STEPS == 0 and tell is not None:
+            tell(steps)
+    judged.steps = steps
     judged.runs = bench.run if bench is not None else 0
     judged.notes = log.notes
     judged.incidents = [_told(incident, run) for incident, run in incidents]
@@ -162,15 +175,9 @@ def _signals(row: LogRow) -> Signals:
         step=row.step,
         loss=row.loss,
         grad_norm=norm,
-        layer_grad_norms={},
-        clip_coefficient=1.0,
-        surge=False,
         withheld=withheld,
         amp_loss_scale=scale,
         learning_rates=() if row.learning_rate is None else (row.learning_rate,),
-        step_seconds=1.0,
-        data_wait_seconds=0.0,
-        data_position=None,
     )
 
 
