@@ -34,7 +34,7 @@ def cli(arguments: Sequence[str]) -> int:
     try:
         return _backtest(options) if options.command == "backtest" else _demo(options)
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
-        sys.stdout = open(os.devnull, "w")  # noqa: PLW1514, PTH123, SIM115 - for the interpreter's last flush
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
     except (ValueError, RunInUseError) as error:
         print(f"trainer_plugin: {error}", file=sys.stderr)

@@ -137,7 +137,7 @@ class Monitor:
             self._spikes_in_a_row = 0
         for verdict in (sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high):
             if verdict is not None:
-                verdicts.append(verdict)  # noqa: PERF401 - a comprehension costs more where there is nothing, as ever
+                verdicts.append(verdict)
         return verdicts
 
     def _judge_range(self, signals: Signals, *, overflow: bool) -> list[Verdict]:
