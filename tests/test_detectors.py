@@ -135,7 +135,7 @@ def test_a_state_put_back_gives_the_same_verdicts(name, curve):
 
 
 @pytest.mark.parametrize("name", DETECTORS)
-def test_going_back_forgets_what_came_after(name):
+def test_a10_going_back_forgets_what_came_after(name):
     """A state put back into the same detector holds nothing of the steps that were undone (case A10)."""
     detector, values = DETECTORS[name](), CURVES["jump"](0)
     verdicts(detector, values[: FAULT - 50])

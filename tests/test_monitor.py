@@ -331,7 +331,7 @@ def test_every_count_goes_back(run):
     assert readings.loss_high_steps[3.0] == readings.grad_norm_high_steps[10.0] == 4
 
 
-def test_after_a_rollback_old_steps_raise_no_alarm():
+def test_a10_after_a_rollback_old_steps_raise_no_alarm():
     """With the state of step 450 put back, the repeated steps are judged as if nothing had been (case A10)."""
     monitor, values = Monitor(CONFIG), decay(2)
     for step in range(1, 451):

@@ -750,7 +750,7 @@ def test_steps_repeated_up_to_the_first_bad_one_heal_nothing(job):
     assert incident.healed_step == 1001 + HEALED_STEPS
 
 
-def test_what_comes_back_before_healing_is_the_same_incident(job):
+def test_a10_what_comes_back_before_healing_is_the_same_incident(job):
     """Bad steps in a row, with good ones between them, are one incident and one remedy (case A10)."""
     for _ in range(3):
         job.see("robust:loss")
