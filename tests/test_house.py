@@ -27,8 +27,8 @@ ORDER = (
     "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts", "policy", "data",
     "manifest",
     # Torch, and no policy.
-    "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "shield", "learning_rate", "schedule",
-    "faults", "tensor_files", "state", "tier", "checkpoints",
+    "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
+    "schedule", "faults", "tensor_files", "state", "tier", "checkpoints",
     # What sees both rows.
     "stop_signals", "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder",
     "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",

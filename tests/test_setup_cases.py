@@ -124,7 +124,7 @@ def test_p16_without_gradients_there_is_no_norm(make_guard):
 def test_p28_a_step_costs_one_host_transfer(make_guard, options):
     """96 layers, accumulation 4, 10 steps: one `tolist` a step brings all, and the norms are those before the clip.
 
-    Counted is every call of `TO_HOST` in the whole step, the optimizer's own included. A `bool` comes on top, on a CPU
+    Counted is every call of `TO_HOST` in the whole step, the optimizer's own included. A `float` comes on top, on a CPU
     alone, where it is no transfer: the second look at a norm that is not finite. The next test shows that it goes.
     """
     heard = []
@@ -140,7 +140,7 @@ def test_p28_a_step_costs_one_host_transfer(make_guard, options):
             job.optimizer.step()
             job.optimizer.zero_grad()
             job.guard.end_step()
-    assert transfers.calls == {"tolist": 10, "__bool__": 10}
+    assert transfers.calls == {"tolist": 10, "__float__": 10}
     assert len(heard) == 10
     for signals in heard:
         assert len(signals.layer_grad_norms) == 96

@@ -158,7 +158,7 @@ def test_layers_arrive_with_the_next_step():
         reading.reader.watch_layers(number)
         (signals,) = reading.step()
         assert list(signals.layers) == (["weight"] if number else [])
-        reading.reader.read_layers(number)
+        reading.reader.settle(number)
     assert signals.layers["weight"].update_ratio == pytest.approx(5e-3 / math.sqrt(2.0), rel=2e-2)
     reading.reader.forget()
     assert reading.step()[0].layers == {}

@@ -46,14 +46,21 @@ class Boundary:
         moment = Moment(
             step=history.step,
             steps_total=history.steps_total,
-            now=self._clock(),
+            now=self._now(history.step),
             loop_up=parts.loop.up and not self._local_only,
             target_step=history.target_step(parts.policy.open_incident),
         )
-        parts.errors.attempt(parts.reader.read_layers, history.step, step=history.step)  # Before anything changes.
+        parts.errors.attempt(parts.reader.settle, history.step, step=history.step)  # Before anything changes.
         # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
         for part in (self._judge, self._act, self._show):
             parts.errors.attempt(part, moment, step=moment.step)
+
+    def _now(self, step: int) -> float:
+        try:
+            return self._clock()
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            self._parts.errors.hold_back(error, step=step)
+            return time.time()
 
     def _judge(self, moment: Moment) -> None:
         """Read the steps that have arrived, let the detectors judge them, and keep what changed."""

@@ -25,6 +25,7 @@ from trainer_plugin.untraced import untraced
 
 _log = logging.getLogger(__name__)
 _SETTLED_STEPS = 3
+_STRANGERS_EVERY_STEPS = 100
 # The guards of this process by run folder: a second one takes the first one's place.
 _guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
 
@@ -92,6 +93,7 @@ class Guard:
         self._optimizers, self._scheduled = optimizers, scheduler is not None
         self._settled_total = self._parts.history.steps_total + _SETTLED_STEPS
         self._first_position = self._data.position if self._data is not None else 0
+        self._strangers_said = False
         self._data_wait_seconds = 0.0
         _guards[self._parts.folder.path.absolute()] = self
         let_go_in_children(self)
@@ -124,19 +126,19 @@ class Guard:
         return batch
 
     @untraced
-    def micro_step(self, loss: Tensor, *, tokens: int | None = None, sample_ids: Sequence[str] = ()) -> None:
+    def micro_step(self, loss: Tensor, *, tokens: int | None = None, sample_ids: Sequence[str] | None = None) -> None:
         """Hear of one micro-batch of a step with gradient accumulation; then call `before_optimizer()` without a loss.
 
         `loss` is the micro-batch's own mean, not divided by their number. With `tokens` the step's loss is the mean
         over tokens, without it the mean over micro-batches.
         """
         try:
-            self._parts.reader.accumulation.add(loss, tokens=tokens, sample_ids=sample_ids)
+            self._parts.reader.accumulation.add(loss, tokens=tokens, sample_ids=sample_ids or ())
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self._parts.errors.hold_back(error, step=self.step)
 
     @untraced
-    def before_optimizer(self, loss: Tensor | None = None, *, sample_ids: Sequence[str] = ()) -> None:
+    def before_optimizer(self, loss: Tensor | None = None, *, sample_ids: Sequence[str] | None = None) -> None:
         """Measure, clip and shield the gradients; in the place of `clip_grad_norm_`, and waiting for nothing.
 
         `loss` is the step's own, not multiplied by AMP's scale. Gradients may have been unscaled already, or not.
@@ -147,15 +149,18 @@ class Guard:
             parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             parts.errors.hold_back(error, step=self.step)
-            parts.errors.attempt(self._clip_plainly, self.config.actions.clip_max_norm, step=self.step)
+            self._protect()
         parts.errors.attempt(parts.reader.watch_layers, self.step + 1, step=self.step)
 
     @untraced
     def end_step(self) -> None:
         """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
         self._boundary.cross(data_wait_seconds=self._data_wait_seconds)
-        if self._parts.history.steps_total == self._settled_total:
+        steps = self._parts.history.steps_total - self._settled_total
+        if steps == 0:
             self._warn_of_forgotten()
+        if steps % _STRANGERS_EVERY_STEPS == 0 and not self._strangers_said:
+            self._warn_of_strangers()
 
     def close(self) -> None:
         """Finish writing, take the hooks off, and leave the run folder. Doing so twice changes nothing."""
@@ -187,11 +192,35 @@ class Guard:
             spike_norm=spike_norm,
         )
 
+    def _protect(self) -> None:
+        """Shield and clip are not lost with the reading; where even they fail, the recipe's clip is not."""
+        parts = self._parts
+        try:
+            parts.reader.protect(self._limits())
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            parts.errors.hold_back(error, step=self.step)
+            parts.errors.attempt(self._clip_plainly, self.config.actions.clip_max_norm, step=self.step)
+
     def _clip_plainly(self, max_norm: float | None) -> None:
-        """The recipe's clip is not lost with the guard; what cannot be unscaled is not clipped at all."""
-        if max_norm is not None:
-            self._parts.reader.unscale()
+        """What is not finite is not clipped: that would make every gradient NaN. Nor is what cannot be unscaled."""
+        self._parts.reader.unscale_again()
+        gradients = [p.grad for p in self._parts.probe.parameters.values() if p.grad is not None]
+        if max_norm is not None and gradients and math.isfinite(nn.utils.get_total_norm(gradients)):
             nn.utils.clip_grad_norm_(self._parts.probe.parameters.values(), max_norm)
+
+    def _warn_of_strangers(self) -> None:
+        """Parameters that came after the guard are in no norm, no shield and no checkpoint: said once."""
+        known = {id(parameter) for parameter in self._parts.probe.parameters.values()}
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        strangers = sum(id(parameter) not in known for group in groups for parameter in group["params"])
+        if strangers:
+            self._strangers_said = True
+            _log.warning(
+                "run %s: the optimizers step %d parameters that were not in the model when the guard was built: they "
+                "are not measured, shielded or saved; build the guard after them",
+                self.config.run,
+                strangers,
+            )
 
     def _warn_of_forgotten(self) -> None:
         """What a loop leaves out is silent by nature: said once, a few steps after the start."""

@@ -112,7 +112,8 @@ class LayerSignals:
     @torch.no_grad()
     def _measure(self, layer: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
         weights = [weight.detach() for weight, _ in pairs]
-        updates = [copy.sub_(weight) for weight, (_, copy) in zip(weights, pairs, strict=True)]
+        # In float32 at least: the difference of two bfloat16 numbers is none of three digits.
+        updates = [_wide(copy).sub_(_wide(weight)) for weight, (_, copy) in zip(weights, pairs, strict=True)]
         states = [self._state(weight) for weight, _ in pairs]
         firsts = [state[key] for state in states for key in _FIRST_MOMENTS if isinstance(state.get(key), Tensor)]
         seconds = [state[key] for state in states for key in _SECOND_MOMENTS if isinstance(state.get(key), Tensor)]
@@ -141,6 +142,10 @@ class LayerSignals:
                 self._largest[layer] = largest if before is None else torch.maximum(before, largest)
 
         return listen
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:

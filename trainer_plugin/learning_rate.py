@@ -55,6 +55,7 @@ class LrFactor:
 
     def advance(self, now: int) -> float:
         """Set and return the factor for the step after `now` optimizer steps run."""
+        self._restore()  # Left over only if the last step raised: no scheduler or checkpoint must see it.
         state = self.state
         if now < state.hold_until:
             self.factor = state.lowered_to
@@ -70,6 +71,7 @@ class LrFactor:
 
         A rate that is a tensor stays one, and on its device: whether to read it is not decided here.
         """
+        self._restore()
         return [group["lr"] * self.factor for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def remove(self) -> None:

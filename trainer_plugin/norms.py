@@ -9,17 +9,21 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 # torch sums a tensor's squares one after the other: at 20 million elements a float32 norm is off by 1e-3. Norms of rows
 # of this length, and the norm of these, are off by less than 1e-6, and are taken on all threads. Smaller tensors than
 # `_LEAST_NUMEL` are exact enough as they are, and then one pass over all of them is cheaper.
-_ROW_NUMEL = 1 << 13
-_LEAST_NUMEL = {torch.float32: 1 << 18, torch.float16: 1 << 16, torch.bfloat16: 1 << 16}
+_ROW_NUMEL = 1 << 11
+_LEAST_NUMEL = 1 << 16
+_BY_ROWS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
     """2-norm of each tensor, shape [], on the tensor's device; half precision is accumulated in float32."""
     norms: dict[int, Tensor] = {}
     for places in _alike(tensors):
-        by_rows = [place for place in places if _is_large(tensors[place])]
-        rest = [place for place in places if not _is_large(tensors[place])]
-        norms |= {place: _norm_by_rows(tensors[place]) for place in by_rows}
+        rest = []
+        for place in places:
+            if _is_large(tensors[place]):
+                norms[place] = _norm_by_rows(tensors[place])
+            else:
+                rest.append(place)
         dtype = torch.float32 if tensors[places[0]].dtype in _HALF_DTYPES else None
         if rest:
             found = torch._foreach_norm([tensors[place] for place in rest], 2.0, dtype=dtype)  # noqa: SLF001
@@ -65,12 +69,14 @@ def _alike(tensors: list[Tensor]) -> Iterable[list[int]]:
 
 def _is_large(tensor: Tensor) -> bool:
     """Whether a tensor is summed by rows: on a CPU, and large."""
-    least = _LEAST_NUMEL.get(tensor.dtype)
-    return least is not None and tensor.numel() >= least and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.numel() >= _LEAST_NUMEL and tensor.device.type == "cpu" and tensor.dtype in _BY_ROWS
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor:
-    flat = tensor.view(-1)
+    if not tensor.is_contiguous():
+        # A norm does not ask for the order: that of the memory (channels last, transposed) needs no copy.
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    flat = tensor.reshape(-1)
     whole = flat.numel() - flat.numel() % _ROW_NUMEL
     parts = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW_NUMEL), dim=1, dtype=torch.float32)
     if whole < flat.numel():

@@ -16,6 +16,8 @@ from trainer_plugin.norms import layer_norms, scale_all, scale_and_check, tensor
 from trainer_plugin.row import Row, Withhold
 
 # What torch.compile puts into the names of a module that it wraps, the whole model or a part of it.
+# The squares of smaller elements are not whole numbers to float32 any more.
+_LEAST_NORM = 1e-15
 _WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
 
 
@@ -61,6 +63,12 @@ class Probe:
             self.layers.setdefault(layer_of(name), []).append(parameter)
         self._layer_cache: tuple[tuple[bool, ...], tuple[str, ...], Tensor] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(iter(self.parameters.values())).device
+
+    @torch.no_grad()
     def measure(
         self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None, beside: Sequence[Tensor] = ()
     ) -> tuple[Row, Tensor]:
@@ -85,13 +93,15 @@ class Probe:
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
             return Row(_packed(head, *beside)), bad
         device = gradients[0].device
-        norms = torch.stack([norm.to(device) for norm in tensor_norms(measured)])
+        tensors = tensor_norms(measured)
+        norms = torch.stack(tensors if len({norm.device for norm in tensors}) == 1 else [n.to(device) for n in tensors])
         total = torch.linalg.vector_norm(norms)
         huge = torch.zeros_like(total, dtype=torch.bool)
-        if device.type == "cpu" and not bool(torch.isfinite(total)):
-            # Finite but huge? The squares of 1e20 are beyond float32. On a CPU looking costs nothing.
+        if device.type == "cpu" and not _LEAST_NORM < float(total) < math.inf:
+            # Finite but huge, or small but there? Squares of 1e20 and of 1e-22 are beyond float32. On a CPU looking
+            # costs nothing.
             exact = torch.stack([torch.linalg.vector_norm(gradient.double()) for gradient in measured])
-            huge = torch.isfinite(exact).all()
+            huge = torch.isfinite(exact).all() & ~torch.isfinite(total)
             norms, total = exact.float(), torch.linalg.vector_norm(exact).float()
         loss = loss.to(device)
         finite = torch.isfinite(total) & torch.isfinite(loss)
@@ -131,9 +141,9 @@ class Probe:
         """The layers that have a gradient in this step, and for each gradient the number of its layer."""
         if self._layer_cache is None or self._layer_cache[0] != present or self._layer_cache[2].device != device:
             names = [layer_of(name) for name in itertools.compress(self.parameters, present)]
-            layers = tuple(dict.fromkeys(names))
-            numbers = torch.tensor([layers.index(name) for name in names], pin_memory=device.type == "cuda")
-            self._layer_cache = present, layers, numbers.to(device, non_blocking=True)
+            layers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+            numbers = torch.tensor([layers[name] for name in names], pin_memory=device.type == "cuda")
+            self._layer_cache = present, tuple(layers), numbers.to(device, non_blocking=True)
         return self._layer_cache[1:]
 
 

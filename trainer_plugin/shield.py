@@ -21,7 +21,8 @@ class Shield:
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        self.steps_begun = 0
+        # How often each optimizer has begun a step, by its id.
+        self.steps_begun = {id(optimizer): 0 for optimizer in optimizers}
         self._bad: Tensor | None = None
         self._is_bad: Callable[[], bool] = bool
         self._optimizers = optimizers
@@ -52,16 +53,31 @@ class Shield:
             self._unflag(optimizer)
 
     @untraced
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's own hook type
-        self.steps_begun += 1
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401 - torch's own hook type
+        self.steps_begun[id(optimizer)] += 1
         self._unflag(optimizer)  # Left over only if the last step raised.
         self._hidden.clear()
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._withhold(optimizer)
+            return None
+        # The closure makes the gradients, and the guard is asked within it: only then the flag is this step's.
+
+        def shielded() -> Any:  # noqa: ANN401 - the closure's own
+            self._reveal()
+            loss = closure()
+            self._withhold(optimizer)
+            return loss
+
+        return (args[0], shielded), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _withhold(self, optimizer: Optimizer) -> None:
         if self._bad is None:
             return
         if is_fused(optimizer) and not _starts_momentum(optimizer):
             # Under a GradScaler the scaler has put its own flag here, and takes it away again itself.
             theirs: Tensor | None = getattr(optimizer, "found_inf", None)
-            if theirs is None:
+            if theirs is None or id(optimizer) in self._flagged:
                 optimizer.found_inf = self._bad  # type: ignore[attr-defined]
                 self._flagged.add(id(optimizer))
             else:
@@ -76,6 +92,9 @@ class Shield:
     @untraced
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
         self._unflag(optimizer)
+        self._reveal()
+
+    def _reveal(self) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
@@ -87,8 +106,13 @@ class Shield:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether every parameter group of the optimizer runs torch's fused implementation."""
-    return all(group.get("fused") for group in optimizer.param_groups)
+    """Whether every parameter group runs torch's fused implementation, in a class of torch's own.
+
+    One that is derived from it may do more in its step than the flag withholds.
+    """
+    ours = type(optimizer).__module__.startswith("torch.optim.")
+    knows_the_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return ours and knows_the_flag and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _starts_momentum(optimizer: Optimizer) -> bool:

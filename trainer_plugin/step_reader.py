@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,10 +19,15 @@ from trainer_plugin.probe import Limits, Probe
 from trainer_plugin.row import Row, RowValues, Withhold
 from trainer_plugin.shield import Shield, is_fused
 from trainer_plugin.signals import Signals
+from trainer_plugin.unscaling import Unscaling
 
 _log = logging.getLogger(__name__)
 # Fewer may be the own way of a loop, such as leaving out an update that it does not like.
 _UNHEARD_STEPS = 10
+# One of several may step more rarely than the others.
+_UNHEARD_STEPS_OF_ONE = 100
+# Steps on their way at most: a loop that never comes to a boundary must not fill the memory.
+_MOST_TAKEN = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +45,7 @@ class _Taken:
     loss_mean: str
     rates: tuple[float | None, ...]
     layers: tuple[str, ...]
-    steps_begun: int
+    steps_begun: dict[int, int]
 
 
 class StepReader:
@@ -58,13 +64,14 @@ class StepReader:
         self._probe = probe
         self._optimizers = optimizers
         self._learning_rate = learning_rate
-        self._scaler = scaler
+        self._unscaling = Unscaling(scaler, optimizers)
         self._shield = Shield(optimizers)
         self._shielded = shielded
         self._layer_signals = layer_signals
         self._layers_read: tuple[tuple[str, ...], Tensor] | None = None
         self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
+        self._unheard_steps = [0 for _ in optimizers]
         self.nonfinite_parameters: list[str] = []
         self.measured = 0
         self.unheard_steps = 0
@@ -74,7 +81,7 @@ class StepReader:
     @property
     def scaled(self) -> bool:
         """Whether AMP scales the loss."""
-        return self._scaler is not None
+        return self._unscaling.scaled
 
     @property
     def moments(self) -> dict[str, tuple[str, ...]]:
@@ -88,7 +95,8 @@ class StepReader:
             return "off"
         return "found_inf" if all(is_fused(optimizer) for optimizer in self._optimizers) else "hook"
 
-    def take(self, loss: Tensor | None, *, step: int, limits: Limits, sample_ids: Sequence[str]) -> None:
+    @torch.no_grad()
+    def take(self, loss: object, *, step: int, limits: Limits, sample_ids: Sequence[str] | None) -> None:
         """Unscale, measure, clip and shield step number `step`. No host read.
 
         `loss` is the step's own, or None where it comes from the micro-batches.
@@ -97,57 +105,60 @@ class StepReader:
             ValueError: neither a loss nor a micro-batch was given.
         """
         self._shield.disarm()  # Should the measuring fail, the flag of an earlier step must not decide this one.
-        accumulated, tokens = self.accumulation.finish(), None
+        accumulated, tokens, ids = self.accumulation.finish(), None, list(sample_ids or ())
         if accumulated is not None:
-            mean, tokens, ids = accumulated
-            loss, sample_ids = mean if loss is None else loss, [*ids, *sample_ids]
-        if loss is None:
-            raise ValueError("before_optimizer needs a loss, or a micro_step before it")
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"before_optimizer needs the step's loss as a tensor of one element, found {_kind(loss)}")
-        scale = None
-        if self._scaler is not None:
-            self.unscale()
-            scale = self._scaler.scale(torch.ones((), device=loss.device))
+            mean, tokens, earlier = accumulated
+            loss, ids = mean if loss is None else loss, [*earlier, *ids]
+        value = _as_tensor(loss, self._probe.device)
+        self._unscaling.unscale()
         layers, layer_values = self._layers_read or ((), None)
         self._layers_read = None
         rates = self._learning_rate.effective()
         beside = [rate.reshape(1) for rate in rates if isinstance(rate, Tensor)]
         if layer_values is not None:
             beside.append(layer_values)
-        row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside)
+        scale = self._unscaling.scale(value.device)
+        row, bad = self._probe.measure(value, limits, scale=scale, beside=beside)
         if self._shielded:
             self._shield.arm(bad, row.bad)
+        if len(self._taken) == _MOST_TAKEN:
+            _log.warning("step %d: end_step is not called: nothing is judged, healed or saved", step)
+            self._taken.clear()
         taken = _Taken(
             step=step,
             row=row,
             limits=limits,
-            sample_ids=tuple(sample_ids),
+            sample_ids=tuple(ids),
             tokens=tokens,
             loss_mean=self.accumulation.mean,
             rates=tuple(None if isinstance(rate, Tensor) else rate for rate in rates),
             layers=layers,
-            steps_begun=self._shield.steps_begun,
+            steps_begun=dict(self._shield.steps_begun),
         )
         self._taken.append(taken)
         self.measured += 1
 
-    def unscale(self) -> None:
-        """Divide the gradients by AMP's loss scale, if there is one, unless that was done already in this step."""
-        for optimizer in self._optimizers if self._scaler is not None else ():
-            try:
-                self._scaler.unscale_(optimizer)
-            except RuntimeError as error:
-                if "already been called" not in str(error):
-                    raise
+    @torch.no_grad()
+    def protect(self, limits: Limits) -> None:
+        """Clip and shield a step whose loss, or whatever else, could not be read: it has no signals, but a guard."""
+        self.unscale_again()
+        row, bad = self._probe.measure(torch.zeros((), device=self._probe.device), limits)
+        if self._shielded:
+            self._shield.arm(bad, row.bad)
+
+    def unscale_again(self) -> None:
+        """Divide the gradients by AMP's loss scale, unless that was done already in this step."""
+        self._unscaling.unscale(again=True)
 
     def watch_layers(self, step: int) -> None:
         """Step number `step` goes to the optimizer: keep what its layers' signals need."""
         if self._layer_signals is not None:
             self._layer_signals.before_optimizer(step)
 
-    def read_layers(self, step: int) -> None:
+    def settle(self, step: int) -> None:
         """Step number `step` has left the optimizer: measure its layers. Their values go with the next row."""
+        begun = self._taken[-1].steps_begun if self._taken else {}
+        self._unscaling.settle(lambda optimizer: self._shield.steps_begun[id(optimizer)] != begun.get(id(optimizer)))
         if self._layer_signals is not None:
             self._layers_read = self._layer_signals.after_optimizer()
             self._layer_signals.listen(step + 1)
@@ -174,7 +185,7 @@ class StepReader:
                 # What is withheld needs no other remedy.
                 surge=withheld is None and norm is not None and finite_norm and norm > taken.limits.surge_above,
                 withheld=withheld,
-                amp_loss_scale=values.amp_loss_scale if self._scaler is not None else None,
+                amp_loss_scale=values.amp_loss_scale if self._unscaling.scaled else None,
                 learning_rates=tuple(next(beside) if rate is None else rate for rate in taken.rates),
                 step_seconds=step_seconds,
                 data_wait_seconds=data_wait_seconds,
@@ -200,28 +211,40 @@ class StepReader:
             self._layer_signals.remove()
 
     def _listen(self, taken: _Taken, *, finite: bool) -> None:
-        """Count the good steps in a row that no optimizer has begun, as far as its hooks tell; say so once."""
-        if self._shield.steps_begun != taken.steps_begun:
-            self.unheard_steps = 0
-        elif finite:  # At an overflow the scaler leaves the optimizer out by itself.
-            self.unheard_steps += 1
-            if self.unheard_steps == _UNHEARD_STEPS:
-                _log.warning(
-                    "step %d: for %d steps no step hook of the optimizer has run: nothing is shielded, and the "
-                    "learning rate cannot be lowered; is it this optimizer that steps, and through its own `step`?",
-                    taken.step,
-                    _UNHEARD_STEPS,
-                )
+        """Count the good steps in a row that an optimizer has not begun, as far as its hooks tell; say so once."""
+        if not finite:  # At an overflow the scaler leaves the optimizer out by itself.
+            return
+        for number, optimizer in enumerate(self._optimizers):
+            begun = self._shield.steps_begun[id(optimizer)] != taken.steps_begun[id(optimizer)]
+            self._unheard_steps[number] = 0 if begun else self._unheard_steps[number] + 1
+        self.unheard_steps = min(self._unheard_steps)
+        if self.unheard_steps == _UNHEARD_STEPS or _UNHEARD_STEPS_OF_ONE in self._unheard_steps:
+            whose = "the optimizer" if self.unheard_steps else "one of the optimizers"
+            _log.warning(
+                "step %d: for %d steps no step hook of %s has run: nothing is shielded, and the "
+                "learning rate cannot be lowered; is it this optimizer that steps, and through its own `step`?",
+                taken.step,
+                max(self._unheard_steps),
+                whose,
+            )
 
     def _withheld(self, values: RowValues) -> str | None:
         """Why no update came of a step, if none did."""
         norm_finite = values.grad_norm is None or math.isfinite(values.grad_norm)
-        if self._scaler is not None and not norm_finite and math.isfinite(values.loss):
+        if self._unscaling.scaled and not norm_finite and math.isfinite(values.loss):
             return "amp_overflow"
         if not self._shielded or values.withhold == Withhold.NO:
             return None
         return "nonfinite" if values.withhold == Withhold.NONFINITE else "spike"
 
 
-def _kind(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def _as_tensor(loss: object, device: torch.device) -> Tensor:
+    """The step's loss as a tensor of one element: a plain number will do as well."""
+    if loss is None:
+        raise ValueError("before_optimizer needs a loss, or a micro_step before it")
+    if isinstance(loss, Real):
+        return torch.tensor(float(loss), device=device)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"before_optimizer needs the step's loss as a tensor of one element, found {kind}")
+    return loss
