@@ -1,4 +1,4 @@
-"""The Guard in loops that are not the README's: closures, wrong arguments, steps left out, parameters that come late."""
+"""The Guard in loops that are not those of the README: closures, wrong arguments, steps left out, late parameters."""
 
 import math
 
