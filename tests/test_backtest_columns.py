@@ -81,9 +81,10 @@ def test_exports_of_one_series():
 
 
 def test_samples_count_as_steps_only_if_nothing_else_does():
-    """A log that counts in samples is read, and its user told."""
+    """A log that counts in samples is read, and its user told by which name."""
     assert choose(["samples", "step", "loss"]).step == "step"
-    assert choose(["consumed samples", "loss"]).remarks == ("steps are counted in samples (`consumed samples`)",)
+    assert choose(["consumed samples", "loss"]).samples == "`consumed samples`"
+    assert choose(["samples", "step", "loss"]).samples is None
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 """`backtest` from the command line: text, JSON, a picture, sweeps, and one line for every mistake."""
 
 import json
+import math
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
-from test_backtest_judge import calm, write
+from test_backtest_judge import calm, options, write
 
 from trainer_plugin.__main__ import cli
 from trainer_plugin.backtest.curve import Curve
+from trainer_plugin.backtest.judge import judge
+from trainer_plugin.backtest.logs import read_log
+from trainer_plugin.backtest.plot import Plot
 
 
 @pytest.fixture
@@ -83,7 +89,23 @@ def test_the_configuration_is_that_of_the_job(log, tmp_path, capsys):
         (["LOG", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["LOG", "LOG", "--plot", "a.png"], "--plot draws one log"),
         (["LOG", "--json", "no/such/folder/a.json"], "no such folder"),
-        (["LOG", "--plot", "a.what"], "what"),
+        (["LOG", "--plot", "a.what"], "ends in .png, .svg, .pdf wanted"),
+        (["nowhere.csv", "--plot", "a.html"], "ends in .png, .svg, .pdf wanted"),
+        (["nowhere.csv", "--plot", "a.pgf"], "ends in .png, .svg, .pdf wanted"),
+        (["nowhere.csv", "--plot", "a"], "ends in .png, .svg, .pdf wanted"),
+        (["nowhere.csv", "--plot", ""], "ends in .png, .svg, .pdf wanted"),
+        (["nowhere.csv", "--json", ""], "a file's name wanted, found a folder"),
+        (["nowhere.csv", "LOG", "--json", "LOG"], "would overwrite what is read"),
+        (["nowhere.csv", "LOG", "--json", "./old.csv"], "would overwrite what is read"),
+        (["nowhere.csv", ".", "--json", "events.tfevents.1"], "would be one of the event files in ."),
+        (["nowhere.csv", "--json", "a.svg", "--plot", "./a.svg"], "--json and --plot both name a.svg"),
+        ([""], "LOG: a file's name wanted, found an empty one"),
+        (["no\nwhere.csv"], "no\\nwhere.csv: No such file"),
+        (["no\udcffwhere.csv"], "no\\udcffwhere.csv: No such file"),
+        *[
+            (["LOG", "--sweep", f"robust_score={value}"], "a YAML value wanted, found ")
+            for value in ("[6,8]", "*a", '"6', ": :", "!!python/object:x y", "!!timestamp x", "!!int", "[" * 5000)
+        ],
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(log, tmp_path, capsys, arguments, said):
@@ -94,6 +116,77 @@ def test_a_mistake_is_one_line_and_exit_code_2(log, tmp_path, capsys, arguments,
     assert error.startswith("trainer_plugin: ")
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.csv"]
+
+
+def test_a_sweep_reads_values_as_guard_yaml_does(log, capsys):
+    """1e1 is a number; a key that comes again adds its values, and an equal one counts once."""
+    arguments = ["--sweep", "robust_score=1e1,8", "--sweep", "detection.robust_score=8.0,1e3,10"]
+    assert cli(["backtest", str(log), *arguments]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["10.0", "8", "1000.0"]
+
+
+def test_a_configuration_that_is_nested_too_deeply(log, tmp_path, capsys):
+    """Twenty thousand brackets are refused in one line."""
+    deep = tmp_path / "deep.yaml"
+    deep.write_text("[" * 20_000)
+    assert cli(["backtest", str(log), "--config", str(deep)]) == 2
+    assert capsys.readouterr().err == f"trainer_plugin: {deep}: not YAML of options: nested too deeply\n"
+
+
+def test_a_full_disk_leaves_the_earlier_file(log, tmp_path, capsys):
+    """What cannot be written whole is not written at all, and leaves no draft."""
+    outs = {"--json": tmp_path / "found.json", "--plot": tmp_path / "found.png"}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for option, out in outs.items():
+        out.write_text("earlier")
+        # To a writer, a file that may not grow is a disk that is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            assert cli(["backtest", str(log), option, str(out)]) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert capsys.readouterr().err == f"trainer_plugin: {out}: cannot be written: File too large\n"
+        assert out.read_text() == "earlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.png", "old.csv"]
+
+
+def test_a_link_and_a_device_are_written_to_where_they_lead(log, tmp_path):
+    """A link stays one, and a device is not replaced by a file."""
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    assert cli(["backtest", str(log), "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["files"]
+    assert cli(["backtest", str(log), "--json", "/dev/null"]) == 0
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["$a_{$.csv", "a$b^$c$.csv", "\udcff.csv", "\u6f22\U0001f600.csv", "a\nb.csv", "x" * 200]
+)
+def test_a_plot_of_a_log_of_any_name(tmp_path, capsys, name):
+    """A name is neither a formula nor a trouble, on the terminal, in JSON and in the picture."""
+    path, out = write(tmp_path / name, calm(60)), tmp_path / "out.svg"
+    assert cli(["backtest", str(path), "--plot", str(out), "--json", str(tmp_path / "out.json")]) == 0
+    assert out.read_bytes().startswith(b"<?xml")
+    assert len(json.loads((tmp_path / "out.json").read_text())["files"][0]["path"].splitlines()) == 1
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+@pytest.mark.parametrize("losses", [[1e308, -1.7e308, 1.7e308] * 30, [math.nan] * 3, [2.5], [math.inf, 5e-324]])
+def test_a_plot_of_any_values(tmp_path, losses):
+    """Values at the end of what floats hold, none at all, and one alone are drawn without a warning."""
+    out = tmp_path / "out.png"
+    assert cli(["backtest", str(write(tmp_path / "log.csv", losses)), "--plot", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_panel_for_the_gradient_norm_only_if_there_is_one(tmp_path):
+    """Two panels or three, by what is in the log."""
+    for norms, panels in ((None, 2), ([1.0, 2.0, math.nan], 3), ([math.nan] * 3, 2)):
+        plot = Plot()
+        judged = judge(read_log(write(tmp_path / "log.csv", calm(3), norms=norms)), options(), watch=plot.watch)
+        assert plot.draw(judged, ".svg").count(b'<g id="axes_') == panels
 
 
 def test_a_curve_keeps_its_extremes():

@@ -178,3 +178,34 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     path.write_text("step,loss\n")
     with pytest.raises(ValueError, match=r"log\.csv: no step with a loss"):
         judged(path)
+
+
+def test_verdicts_are_kept_up_to_a_number(tmp_path):
+    """Of a run that is NaN for good the first verdicts are kept and the others counted; the incident stays whole."""
+    path = write(tmp_path / "log.csv", [*calm(200), *[math.nan] * 300])
+    found = judge(read_log(path), options(), most_events=50)
+    every = judge(read_log(path), options())
+    assert str(found.events) == str(every.events[:50])
+    assert found.events_left_out == len(every.events) - 50 > 200
+    assert found.notes == [f"the first 50 verdicts are kept and listed, {found.events_left_out} more are only counted"]
+    assert found.incidents == every.incidents
+    assert (every.events_left_out, every.notes) == (0, [])
+
+
+def test_an_incident_lasts_until_what_would_be_done_about_it(tmp_path):
+    """A loss that stays up a little has verdicts for 50 steps only; its incident is not over before the rollback."""
+    losses = calm(1200)
+    losses[650:] += 0.15
+    found = judged(write(tmp_path / "log.csv", losses))
+    assert [(deed.step, deed.action) for deed in found.would_do] == [(652, "lower_lr"), (849, "rollback")]
+    assert max(event.step for event in found.events if event.step <= 849) == 694
+    assert [incident.last_step for incident in found.incidents] == [849]
+
+
+def test_a_run_whose_loss_goes_missing_is_a_sick_one(tmp_path):
+    """Cells that are empty from one step on are an incident, as NaN is."""
+    text = "".join(f"{step},{'' if step > 600 else loss},0.1\n" for step, loss in enumerate(calm(800)))
+    path = tmp_path / "log.csv"
+    path.write_text("step,loss,lr\n" + text)
+    found = judged(path)
+    assert [(incident.first_step, incident.class_) for incident in found.incidents] == [(601, "numerical")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugin.backtest.command import run_backtest
+from trainer_plugin.backtest.notes import printable
 from trainer_plugin.demo.run import run_demo
 from trainer_plugin.demo.scenarios import SCENARIOS
 from trainer_plugin.run_folder import RunInUseError
@@ -36,11 +37,8 @@ def cli(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
-    except (ValueError, RunInUseError) as error:
-        print(f"trainer_plugin: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"trainer_plugin: {error}", file=sys.stderr)
+    except (ValueError, RunInUseError, OSError) as error:
+        print(f"trainer_plugin: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("trainer_plugin: interrupted", file=sys.stderr)

@@ -47,6 +47,11 @@ def try_number(cell: object, *, decimal_comma: bool = False) -> float | None:
         return None
 
 
+def says_nothing(cell: object) -> bool:
+    """Whether a log says by it that there is no value."""
+    return cell is None or (isinstance(cell, str) and cell.strip().lower() in _ABSENT)
+
+
 def whole_step(cell: object) -> int | None:
     """A step: a whole number from 0 on, also as `100.0`, `1e5` or `1,000`; None if it is none."""
     value = try_number(cell)

@@ -23,11 +23,14 @@ _LEARNING_RATE = ("lr", "learning_rate", "lrs", "base_lr", "max_lr", "lr_0", "le
                   "lr_adamw", "lr_adamw_pg1", "lr_adam", "lr_sgd", "lr_decoupledadamw_group0")  # fmt: skip
 _AMP_LOSS_SCALE = ("loss_scale", "amp_loss_scale", "amp_scale", "grad_scale", "loss_scaler", "scaler_scale",
                    "grad_scaler_scale", "cur_scale", "scale")  # fmt: skip
+_SPLIT = ("split", "mode", "phase", "stage", "subset")
 _RUN = ("run", "run_id", "runid", "run_name")
+# Words for what a run is not trained on.
+EVALUATION = {"val", "valid", "validation", "validate", "eval", "evaluation", "evaluate", "test", "testing", "dev"}
 # A loss with one of these words is not what is trained on, or not of one step.
-_OTHER_LOSS = {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "aux", "auxiliary", "z", "mtp", "moe",
-               "router", "balance", "balancing", "min", "max", "scale", "scaler", "epoch", "value", "policy", "kl",
-               "best", "delta", "diff", "last"}  # fmt: skip
+_OTHER_LOSS = EVALUATION | {"aux", "auxiliary", "z", "mtp", "moe", "router", "balance", "balancing", "min", "max",
+                            "scale", "scaler", "epoch", "value", "policy", "kl", "best", "delta", "diff",
+                            "last"}  # fmt: skip
 # Longer than a name is a sentence.
 _MOST_WORDS = 4
 # TensorBoard's own export of one series.
@@ -46,8 +49,14 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: str | None = None
     amp_loss_scale: str | None = None
     run: str | None = None
+    split: str | None = None
     guessed: bool = False
     remarks: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> str | None:
+        """The name of the step as it is shown, if samples are counted in it."""
+        return shown(self.step) if self.step is not None and "samples" in plain(self.step) else None
 
 
 def plain(name: str) -> str:
@@ -59,7 +68,6 @@ def choose(names: Iterable[str]) -> Columns:
     """The best name for each value, among the names in a log."""
     names = list(dict.fromkeys(names))
     losses = _ranked(names, _LOSS)
-    step = _best(names, _STEP)
     remarks = []
     if len(losses) > 1:
         others = ", ".join(shown(name) for name in losses[1:4]) + (", ..." if len(losses) > 4 else "")
@@ -70,18 +78,22 @@ def choose(names: Iterable[str]) -> Columns:
         guessed = bool(losses)
         if guessed:
             remarks.append(f"no column is named as a loss usually is: {shown(losses[0])} is taken for it")
-    if step is not None and "samples" in plain(step):
-        remarks.append(f"steps are counted in samples ({shown(step)})")
     return Columns(
-        step=step,
+        step=_best(names, _STEP),
         loss=losses[0] if losses else None,
         grad_norm=_best(names, _GRAD_NORM),
         learning_rate=_best(names, _LEARNING_RATE),
         amp_loss_scale=_best(names, _AMP_LOSS_SCALE),
         run=_best(names, _RUN),
+        split=_best(names, _SPLIT),
         guessed=guessed,
         remarks=tuple(remarks),
     )
+
+
+def is_evaluation(split: object) -> bool:
+    """Whether a word in a column of splits or modes says that its row is none of training."""
+    return isinstance(split, str) and plain(split) in EVALUATION
 
 
 def shown(name: str) -> str:

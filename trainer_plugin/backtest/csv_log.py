@@ -5,11 +5,13 @@ from collections.abc import Generator, Iterator
 from itertools import chain, islice
 from operator import itemgetter
 
-from trainer_plugin.backtest.cells import number, try_number, whole_step
-from trainer_plugin.backtest.columns import choose, missing_loss
+from trainer_plugin.backtest.cells import number, says_nothing, try_number, whole_step
+from trainer_plugin.backtest.columns import choose, is_evaluation, missing_loss
+from trainer_plugin.backtest.gaps import EMPTY_LOSS, goes_on
 from trainer_plugin.backtest.log_files import LogFile
-from trainer_plugin.backtest.notes import Notes
+from trainer_plugin.backtest.notes import EVALUATED, Notes
 from trainer_plugin.backtest.rows import FoundRow
+from trainer_plugin.backtest.samples import in_steps
 
 _DELIMITERS = ",;\t"
 # Below how many lines of something else the names may stand.
@@ -32,7 +34,7 @@ class Table:
         self.delimiter = delimiter
         self.columns = choose(names)
         wanted = [self.columns.step, self.columns.loss, self.columns.grad_norm, self.columns.learning_rate,
-                  self.columns.amp_loss_scale, self.columns.run]  # fmt: skip
+                  self.columns.amp_loss_scale, self.columns.run, self.columns.split]  # fmt: skip
         # What is missing is read from one more, empty cell at the end of every line.
         self.places = [-1 if name is None else names.index(name) for name in wanted]
 
@@ -77,13 +79,18 @@ def read_csv(file: LogFile, notes: Notes) -> Iterator[FoundRow]:
     index, table = find_table(first) or find_table(first, loss_wanted=False) or (0, Table([], ","))
     if table.columns.loss is None:
         raise ValueError(f"{file.path}: {missing_loss(table.names)}")
-    reader = _Reader(file, notes, table)
-    places = enumerate(chain(first[index + 1 :], lines), start=index + 2)
+    samples = table.columns.samples
+    rows = _rows(_Reader(file, notes, table), chain(first[index + 1 :], lines), index + 2)
+    yield from rows if samples is None else in_steps(rows, samples, notes)
+    file.tell_if_cut(notes)
+
+
+def _rows(reader: "_Reader", lines: Iterator[bytes], start: int) -> Iterator[FoundRow]:
+    places = enumerate(lines, start=start)
     more = True
     while more:
-        quick = reader.table.columns.step is not None
+        quick = reader.table.columns.step is not None and reader.table.columns.split is None
         more = yield from _quick_rows(reader, places) if quick else reader.rows(places)
-    file.tell_if_cut(notes)
 
 
 def _quick_rows(reader: "_Reader", places: Iterator[tuple[int, bytes]]) -> Generator[FoundRow, None, bool]:
@@ -94,6 +101,7 @@ def _quick_rows(reader: "_Reader", places: Iterator[tuple[int, bytes]]) -> Gener
     pick = itemgetter(*table.places)
     # What hardly changes from line to line is converted when it does.
     last_rate, rate_value, last_scale, scale_value, last_run, run_id = b"", None, b"", None, b"", None
+    latest = b""
     for place, whole_line in places:
         line = whole_line
         quoted = quote in line
@@ -103,7 +111,7 @@ def _quick_rows(reader: "_Reader", places: Iterator[tuple[int, bytes]]) -> Gener
         cells = line.split(delimiter, most)
         cells.append(b"")
         try:
-            digits, loss, norm, rate, scale, run = pick(cells)
+            digits, loss, norm, rate, scale, run, _ = pick(cells)
             quick = digits.isdigit() and len(digits) <= _MOST_DIGITS
             counted = int(digits) if quick else whole_step(digits)
             loss_value = float(loss)
@@ -120,8 +128,11 @@ def _quick_rows(reader: "_Reader", places: Iterator[tuple[int, bytes]]) -> Gener
             if run != last_run:
                 last_run = run
                 run_id = run.decode(errors="replace").strip() or None
+            latest = whole_line
             yield place, counted, loss_value, norm_value, rate_value, scale_value, run_id
             continue
+        reader.latest = latest or reader.latest
+        latest = b""
         row = reader.row(whole_line, place)
         if row is not None:
             yield row
@@ -155,37 +166,56 @@ class _Reader:
         if not line.strip() or line.lstrip().startswith(b"#"):
             return None
         cells = self.table.cells(line)
-        step, loss, *others, run = (cells[at] for at in self.table.places)
+        step, loss, *others, run, split = (cells[at] for at in self.table.places)
+        if is_evaluation(split):
+            self.leave_out(EVALUATED, place)
+            return None
         comma = self.table.delimiter != ","
         try:
             value = number(loss, decimal_comma=comma)
         except ValueError:
             if not self._takes_names(line, place):
-                self._leave_out("with a loss that is no number: left out", place)
+                self.leave_out("with a loss that is no number: left out", place)
             return None
         if value is None:
-            self._leave_out("without a loss: left out", place)
-            return None
+            if self._file.unfinished or not self._goes_on(cells):
+                self.leave_out("without a loss: left out", place)
+                return None
+            value = EMPTY_LOSS
         self._losses += 1
         counted = self._losses if self.table.columns.step is None else whole_step(step)
         if counted is None:
-            self._leave_out("without a step that is a whole number from 0 on: left out", place)
+            self.leave_out("without a step that is a whole number from 0 on: left out", place)
             return None
+        if value is not EMPTY_LOSS:
+            self.latest = line
         norm, rate, scale = (try_number(cell, decimal_comma=comma) for cell in others)
         return place, counted, value, norm, rate, scale, run.strip() or None
 
-    def _use(self, table: Table) -> None:
-        self.table = table
-        for remark in table.columns.remarks:
-            self._notes.say(remark)
-        if table.columns.step is None:
-            self._notes.say("no column of the step: rows are counted from 1")
-
-    def _leave_out(self, what: str, place: int) -> None:
+    def leave_out(self, what: str, place: int) -> None:
+        """Count a row that is none, or tell that the log is cut off in it."""
         if self._file.unfinished:
             self._notes.say(f"cut off in line {place}: read up to there")
         else:
             self._notes.count(what, place)
+
+    def _goes_on(self, cells: list[str]) -> bool:
+        """Whether a row without a loss is like the last one with one."""
+        return bool(self.latest) and goes_on(
+            self._filled(cells), self._filled(self.table.cells(self.latest)), self.table.columns
+        )
+
+    def _filled(self, cells: list[str]) -> set[str]:
+        return {name for name, cell in zip(self.table.names, cells, strict=False) if not says_nothing(cell)}
+
+    def _use(self, table: Table) -> None:
+        self.table = table
+        # The last line with a loss, by these names.
+        self.latest = b""
+        for remark in table.columns.remarks:
+            self._notes.say(remark)
+        if table.columns.step is None:
+            self._notes.say("no column of the step: rows are counted from 1")
 
     def _takes_names(self, line: bytes, place: int) -> bool:
         """Whether a line has names once more, as where another process went on writing: they hold from here on."""

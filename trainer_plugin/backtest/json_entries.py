@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from trainer_plugin.backtest.cells import LARGEST_STEP, number, try_number, whole_step
-from trainer_plugin.backtest.columns import Columns, choose, missing_loss, shown
-from trainer_plugin.backtest.notes import Notes
+from trainer_plugin.backtest.cells import LARGEST_STEP, number, says_nothing, try_number, whole_step
+from trainer_plugin.backtest.columns import Columns, choose, is_evaluation, missing_loss, shown
+from trainer_plugin.backtest.gaps import EMPTY_LOSS, goes_on
+from trainer_plugin.backtest.notes import EVALUATED, Notes
 from trainer_plugin.backtest.rows import FoundRow
 
 # Whatever a decoder raises on what it cannot read.
@@ -20,14 +21,15 @@ _BARE = re.compile(rb"(?<=[\[:,\s])([-+]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", r
 
 
 class Values(msgspec.Struct, gc=False):
-    """The values of one object that matter, as they are written."""
+    """The values of one object that matter, as they are written; the loss is unset if the object has none."""
 
     step: Any = None
-    loss: Any = None
+    loss: Any = msgspec.UNSET
     grad_norm: Any = None
     learning_rate: Any = None
     amp_loss_scale: Any = None
     run: Any = None
+    split: Any = None
 
 
 def load(text: bytes) -> Any:  # noqa: ANN401 - any document
@@ -45,6 +47,15 @@ def load(text: bytes) -> Any:  # noqa: ANN401 - any document
     except msgspec.DecodeError:
         # Such a word was inside a text.
         return json.loads(text)
+
+
+def load_line(line: bytes) -> dict[str, object] | None:
+    """The object in a line; None if there is none."""
+    try:
+        entry = load(line[line.index(b"{") :])
+    except BROKEN:
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 def names(entry: dict[str, Any], prefix: str = "", depth: int = 1) -> list[str]:
@@ -76,7 +87,7 @@ def decoder(columns: Columns) -> Callable[[bytes], Values]:
     keys = {name: key for name in Values.__struct_fields__ if (key := getattr(columns, name)) is not None}
     if not all(key.isprintable() and not set(key) & set('/"\\') for key in keys.values()):
         return lambda text: pick(msgspec.json.decode(text), columns)
-    fields: list[tuple[str, Any, Any]] = [(name, Any, None) for name in Values.__struct_fields__]
+    fields = [(name, Any, msgspec.UNSET if name == "loss" else None) for name in Values.__struct_fields__]
     # What the log lacks gets a name that no log has, and odd letters in a name are not for this way.
     rename = {name: keys.get(name, f"not in this log: {name}") for name in Values.__struct_fields__}
     entry: Any = msgspec.defstruct("Entry", fields, rename=rename, gc=False)
@@ -92,7 +103,8 @@ def pick(entry: Any, columns: Columns) -> Values:  # noqa: ANN401 - whatever was
     """
     if not isinstance(entry, dict):
         raise ValueError(f"an object wanted, found {type(entry).__name__}")  # noqa: TRY004 - bad input
-    return Values(*(_find(entry, getattr(columns, name)) for name in Values.__struct_fields__))
+    found = {name: _find(entry, getattr(columns, name)) for name in Values.__struct_fields__}
+    return Values(**{name: value for name, value in found.items() if value is not msgspec.UNSET})
 
 
 class Entries:
@@ -110,23 +122,30 @@ class Entries:
         self._without = f"without {shown(columns.loss)}: left out"
         self._notes = notes
         self._losses = 0
+        self._latest: object = None
         for remark in columns.remarks:
             notes.say(remark)
         if columns.step is None:
             notes.say("no step is named: rows are counted from 1")
 
-    def row(self, values: Values, place: int) -> FoundRow | None:
-        """The row of an object; None where it tells of no step."""
+    def row(self, values: Values, place: int, whole: object) -> FoundRow | None:
+        """The row of an object; None where it tells of no step.
+
+        Args:
+            values: those of the object that matter.
+            place: its line, or its number.
+            whole: all of it: its line, the object, or the values again where no more is known.
+        """
         step, loss = values.step, values.loss
+        if values.split is not None and is_evaluation(values.split):
+            self._notes.count(EVALUATED, place)
+            return None
         if type(loss) is not float:
-            try:
-                loss = number(loss)
-            except ValueError:
-                self._notes.count("with a loss that is no number: left out", place)
-                return None
+            loss = self._odd_loss(loss, place, whole)
             if loss is None:
-                self._notes.count(self._without, place)
                 return None
+        if loss is not EMPTY_LOSS:
+            self._latest = whole
         self._losses += 1
         if self._columns.step is None:
             step = self._losses
@@ -146,11 +165,37 @@ class Entries:
             None if run is None else str(run),
         )
 
+    def _odd_loss(self, written: object, place: int, whole: object) -> float | None:
+        """A loss that was not written as a plain number; None if the object tells of no step."""
+        try:
+            loss = None if written is msgspec.UNSET else number(written)
+        except ValueError:
+            self._notes.count("with a loss that is no number: left out", place)
+            return None
+        if loss is not None:
+            return loss
+        if written is not msgspec.UNSET and goes_on(_filled(whole), _filled(self._latest), self._columns):
+            return EMPTY_LOSS
+        self._notes.count(self._without, place)
+        return None
+
+
+def _filled(whole: object) -> set[str]:
+    """The names in an object, or in its line, that hold something."""
+    if isinstance(whole, Values):
+        whole = {name: getattr(whole, name) for name in Values.__struct_fields__}
+    entry = load_line(whole) if isinstance(whole, bytes) else whole
+    if not isinstance(entry, dict):
+        return set()
+    return {
+        name for name in names(entry) if (found := _find(entry, name)) is not msgspec.UNSET and not says_nothing(found)
+    }
+
 
 def _find(entry: dict[str, Any], key: str | None) -> Any:  # noqa: ANN401 - any value
-    """The value under a name; a slash may be in the key itself, or lead into an object."""
+    """The value under a name, unset if there is none; a slash may be in the key itself, or lead into an object."""
     if key is None:
-        return None
+        return msgspec.UNSET
     if key in entry:
         return entry[key]
     head, _, rest = key.partition("/")
@@ -160,4 +205,4 @@ def _find(entry: dict[str, Any], key: str | None) -> Any:  # noqa: ANN401 - any 
             return _find(inner, rest)
         more, _, rest = rest.partition("/")
         head = f"{head}/{more}"
-    return None
+    return msgspec.UNSET

@@ -4,23 +4,15 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 from trainer_plugin.backtest.columns import Columns, missing_loss
-from trainer_plugin.backtest.json_entries import BROKEN, Entries, Values, choose_keys, decoder, load, pick
+from trainer_plugin.backtest.json_entries import BROKEN, Entries, Values, choose_keys, decoder, load_line, pick
 from trainer_plugin.backtest.log_files import LogFile
 from trainer_plugin.backtest.notes import Notes
 from trainer_plugin.backtest.rows import FoundRow
+from trainer_plugin.backtest.samples import in_steps
 
 # By so many lines with a loss among them the names are chosen.
 _SAMPLE_LINES = 200
 _MOST_NAMES_SHOWN = 100
-
-
-def load_line(line: bytes) -> dict[str, object] | None:
-    """The object in a line; None if there is none."""
-    try:
-        entry = load(line[line.index(b"{") :])
-    except BROKEN:
-        return None
-    return entry if isinstance(entry, dict) else None
 
 
 def read_json_lines(file: LogFile, notes: Notes) -> Iterator[FoundRow]:
@@ -31,21 +23,26 @@ def read_json_lines(file: LogFile, notes: Notes) -> Iterator[FoundRow]:
     """
     lines = enumerate(file.lines(), start=1)
     sample, columns = _sample(file, lines, notes)
+    rows = _rows(file, chain(sample, lines), columns, notes)
+    yield from rows if columns.samples is None else in_steps(rows, columns.samples, notes)
+    file.tell_if_cut(notes)
+
+
+def _rows(file: LogFile, lines: Iterator[tuple[int, bytes]], columns: Columns, notes: Notes) -> Iterator[FoundRow]:
     entries = Entries(columns, notes)
     decode = decoder(columns)
-    for place, line in chain(sample, lines):
+    for place, line in lines:
         values: Values | None
         try:
             values = decode(line)
         except BROKEN:
             values = _odd(line, decode, columns)
         if values is not None:
-            row = entries.row(values, place)
+            row = entries.row(values, place, line)
             if row is not None:
                 yield row
         elif line.strip():
             _leave_out(file, notes, place)
-    file.tell_if_cut(notes)
 
 
 def _sample(file: LogFile, lines: Iterator[tuple[int, bytes]], notes: Notes) -> tuple[list[tuple[int, bytes]], Columns]:

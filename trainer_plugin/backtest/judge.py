@@ -8,6 +8,7 @@ import msgspec
 
 from trainer_plugin.backtest.judged import Deed, Event, FoundIncident, Judged
 from trainer_plugin.backtest.logs import Log
+from trainer_plugin.backtest.notes import printable
 from trainer_plugin.backtest.rows import LogRow
 from trainer_plugin.budget import BudgetConfig
 from trainer_plugin.decisions import ActionsConfig, Decision, Moment
@@ -18,6 +19,7 @@ from trainer_plugin.policy import Policy
 from trainer_plugin.signals import Signals
 
 PROGRESS_STEPS = 200_000
+MOST_EVENTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,25 +36,26 @@ def judge(
     log: Log,
     options: Options,
     *,
+    most_events: int = MOST_EVENTS,
     watch: Callable[[LogRow], None] | None = None,
     tell: Callable[[int], None] | None = None,
 ) -> Judged:
     """Every verdict about a log, and what the policy would have done in mode `auto`, with the outer loop down.
 
     Nothing is healed by it: the log goes on as it was. So an incident in which the policy would have gone back is
-    asked no further, and a step is taken to last a second where the budget counts days. `watch` sees each row,
-    `tell` hears every so often how many there have been.
+    asked no further, and a step is taken to last a second where the budget counts days. After `most_events` verdicts
+    they are only counted. `watch` sees each row, `tell` hears every so often how many there have been.
 
     Raises:
         ValueError: the log cannot be read, in one line.
     """
-    judged = Judged(path=str(log.path), format=log.format)
+    judged = Judged(path=printable(str(log.path)), format=log.format)
     steps = 0
     bench: _Bench | None = None
-    incidents: list[tuple[Incident, int]] = []
+    cases: list[_Case] = []
     for row in log:
         if bench is None or row.run != bench.run:
-            bench = _Bench(options, judged, incidents, row.run)
+            bench = _Bench(options, judged, cases, row.run, most_events)
         bench.hear(row)
         if watch is not None:
             watch(row)
@@ -61,17 +64,31 @@ def judge(
             tell(steps)
     judged.steps = steps
     judged.runs = bench.run if bench is not None else 0
-    judged.notes = log.notes
-    judged.incidents = [_told(incident, run) for incident, run in incidents]
+    judged.notes = [printable(note) for note in log.notes]
+    if judged.events_left_out:
+        judged.notes.append(
+            f"the first {most_events} verdicts are kept and listed, {judged.events_left_out} more are only counted"
+        )
+    judged.incidents = [_told(case) for case in cases]
     return judged
 
 
-class _Bench:
-    """Detectors and policy of one run of a log; what they find goes into `judged` and `incidents`."""
+@dataclass(kw_only=True, slots=True)
+class _Case:
+    """An incident, the run it is in, and the last step after which something would have been done about it."""
 
-    def __init__(self, options: Options, judged: Judged, incidents: list[tuple[Incident, int]], run: int) -> None:
+    incident: Incident
+    run: int
+    last_deed_step: int = 0
+
+
+class _Bench:
+    """Detectors and policy of one run of a log; what they find goes into `judged` and `cases`."""
+
+    def __init__(self, options: Options, judged: Judged, cases: list[_Case], run: int, most_events: int) -> None:
         self.run = run
-        self._incidents = incidents
+        self._cases = cases
+        self._most_events = most_events
         self._kept: set[tuple[int, str]] = set()
         self._options = options
         self._judged = judged
@@ -99,7 +116,28 @@ class _Bench:
 
     def _decide(self, signals: Signals, verdicts: list[Verdict]) -> None:
         policy, step = self._policy, signals.step
-        for verdict in verdicts:
+        self._keep_events(step, verdicts)
+        surge = any((verdict.detector, verdict.signal) == ("ema_ratio", "grad_norm") for verdict in verdicts)
+        if surge and signals.grad_norm:
+            coefficient = min(1.0, self._monitor.grad_norm_baseline / signals.grad_norm)
+            signals = msgspec.structs.replace(signals, surge=True, clip_coefficient=coefficient)
+        before = policy.open_incident
+        policy.observe(signals, self._monitor.readings(), verdicts, weights_finite=True, steps_total=self._steps_total)
+        incident = policy.open_incident
+        if incident is not None and incident is not before:
+            self._cases.append(_Case(incident=incident, run=self.run))
+        if incident is None or incident.tried("rollback"):
+            return
+        if signals.surge:
+            self._keep_once(incident, "clip", step, "gradient surge, in the same step")
+        if signals.withheld == "nonfinite":
+            self._keep_once(incident, "skip_batch", step, "not finite: the update is withheld")
+        self._ask(step, incident)
+
+    def _keep_events(self, step: int, verdicts: list[Verdict]) -> None:
+        room = max(self._most_events - len(self._judged.events), 0)
+        self._judged.events_left_out += max(len(verdicts) - room, 0)
+        for verdict in verdicts[:room]:
             self._judged.events.append(
                 Event(
                     step=step,
@@ -110,22 +148,6 @@ class _Bench:
                     run=self.run,
                 )
             )
-        surge = any((verdict.detector, verdict.signal) == ("ema_ratio", "grad_norm") for verdict in verdicts)
-        if surge and signals.grad_norm:
-            coefficient = min(1.0, self._monitor.grad_norm_baseline / signals.grad_norm)
-            signals = msgspec.structs.replace(signals, surge=True, clip_coefficient=coefficient)
-        before = policy.open_incident
-        policy.observe(signals, self._monitor.readings(), verdicts, weights_finite=True, steps_total=self._steps_total)
-        incident = policy.open_incident
-        if incident is not None and incident is not before:
-            self._incidents.append((incident, self.run))
-        if incident is None or incident.tried("rollback"):
-            return
-        if signals.surge:
-            self._keep_once(incident, "clip", step, "gradient surge, in the same step")
-        if signals.withheld == "nonfinite":
-            self._keep_once(incident, "skip_batch", step, "not finite: the update is withheld")
-        self._ask(step, incident)
 
     def _ask(self, step: int, incident: Incident) -> None:
         every = self._options.checkpoint_every_steps
@@ -162,6 +184,8 @@ class _Bench:
             self._keep(action, step, reason)
 
     def _keep(self, action: str, step: int, reason: str) -> None:
+        # The policy has one open incident at a time: the newest.
+        self._cases[-1].last_deed_step = step
         self._judged.would_do.append(Deed(step=step, action=action, reason=reason, run=self.run))
 
 
@@ -181,12 +205,13 @@ def _signals(row: LogRow) -> Signals:
     )
 
 
-def _told(incident: Incident, run: int) -> FoundIncident:
+def _told(case: _Case) -> FoundIncident:
+    incident = case.incident
     return FoundIncident(
         first_step=incident.first_step,
         detected_step=incident.detected_step,
-        last_step=incident.last_step,
+        last_step=max(incident.last_step, case.last_deed_step),
         class_=incident.class_,
         evidence=incident.evidence,
-        run=run,
+        run=case.run,
     )

@@ -15,7 +15,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoundIncident(msgspec.Struct, frozen=True, kw_only=True, rename={"class_": "class"}):
-    """One thing that went wrong; `last_step` is the last one with a verdict."""
+    """One thing that went wrong; `last_step` is the last one with a verdict, or with a deed."""
 
     first_step: int
     detected_step: int
@@ -35,7 +35,10 @@ class Deed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judged(msgspec.Struct, kw_only=True):
-    """One log. `steps` is the number of logged ones, `runs` how many runs it holds."""
+    """One log. `steps` is the number of logged ones, `runs` how many runs it holds.
+
+    `events_left_out` is how many verdicts came after the most that are kept.
+    """
 
     path: str
     format: str
@@ -43,5 +46,6 @@ class Judged(msgspec.Struct, kw_only=True):
     runs: int = 0
     notes: list[str] = msgspec.field(default_factory=list)
     events: list[Event] = msgspec.field(default_factory=list)
+    events_left_out: int = 0
     incidents: list[FoundIncident] = msgspec.field(default_factory=list)
     would_do: list[Deed] = msgspec.field(default_factory=list)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from trainer_plugin.backtest.csv_log import find_table, read_csv
 from trainer_plugin.backtest.event_files import find_event_files, is_event_file, read_events
-from trainer_plugin.backtest.json_entries import choose_keys
-from trainer_plugin.backtest.json_lines import load_line, read_json_lines
+from trainer_plugin.backtest.gaps import judge_gaps
+from trainer_plugin.backtest.json_entries import choose_keys, load_line
+from trainer_plugin.backtest.json_lines import read_json_lines
 from trainer_plugin.backtest.log_files import LogFile
 from trainer_plugin.backtest.megatron_log import ITERATION, read_megatron
 from trainer_plugin.backtest.notes import Notes
@@ -48,7 +49,7 @@ class Log:
     def __iter__(self) -> Iterator[LogRow]:
         notes = Notes(_PLACES.get(self.format, "line"))
         try:
-            runs = yield from in_order(self._found(notes), notes)
+            runs = yield from in_order(judge_gaps(self._found(notes), notes), notes)
         except ValueError as error:
             # Wherever it was noticed, the user hears which file it is.
             message = str(error)

@@ -1,6 +1,15 @@
 """What the user should know about a log: taken for granted, left out, or odd."""
 
 _MOST_OF_A_KIND = 5
+# What a row of an evaluation under the names of training is counted as.
+EVALUATED = "of an evaluation: left out"
+
+
+def printable(text: str) -> str:
+    """A text on one line, also where a file's name has line ends in it, or bytes that are no text."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )
 
 
 class Notes:
@@ -31,7 +40,7 @@ class Notes:
         """One more `noun` of which `what` is true, in line (or entry, or event) `number`."""
         key = f"{noun} {what}"
         self._counts[key] = self._counts.get(key, 0) + 1
-        self._first.setdefault(key, number)
+        self._first[key] = min(self._first.get(key, number), number)
 
     def listed(self) -> list[str]:
         """All of it, in the order in which it was met."""

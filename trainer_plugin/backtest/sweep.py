@@ -1,11 +1,10 @@
 """A sweep: the same logs judged under every combination of some options' values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import msgspec
-import yaml
 
 from trainer_plugin.backtest.judged import Judged
 
@@ -20,8 +19,15 @@ class Combination(msgspec.Struct, kw_only=True):
     files: list[Judged]
 
 
-def combinations(asked: list[str], known: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
-    """The combinations of `KEY=V1,V2,...`; a key is `section.name`, or the name alone. `known` has each section's.
+def combinations(
+    asked: list[str], known: dict[str, tuple[str, ...]], parse: Callable[[str], Any]
+) -> list[dict[str, Any]]:
+    """The combinations of `KEY=V1,V2,...`; a key that comes again adds to its values.
+
+    Args:
+        asked: a key is `section.name`, or the name alone.
+        known: the names in each section.
+        parse: makes a value of text, as guard.yaml has it; raises a ValueError.
 
     Raises:
         ValueError: no such key, or no values.
@@ -31,7 +37,14 @@ def combinations(asked: list[str], known: dict[str, tuple[str, ...]]) -> list[di
         key, given, listed = text.partition("=")
         if not given or not listed:
             raise ValueError(f"--sweep {text}: KEY=V1,V2,... wanted, such as robust_score=6,8,10")
-        values[_key(key.strip(), known)] = [yaml.safe_load(value) for value in listed.split(",")]
+        own = values.setdefault(_key(key.strip(), known), [])
+        for value in listed.split(","):
+            try:
+                parsed = parse(value)
+            except ValueError as error:
+                raise ValueError(f"--sweep {text[:60]}: {error}") from error
+            if not any(_same(parsed, other) for other in own):
+                own.append(parsed)
     made = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
     if len(made) > _MOST_COMBINATIONS:
         raise ValueError(f"--sweep: at most {_MOST_COMBINATIONS} combinations, found {len(made)}")
@@ -62,6 +75,11 @@ def _lines(swept: list[Combination]) -> Iterator[str]:
         done = [sum(deed.action == action for file in one.files for deed in file.would_do) for action in actions]
         values = (f"{one.values[name]!s:>16}" for name in names)
         yield "  ".join([*values, f"{incidents:>9}", *(f"{count:>10}" for count in done)])
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal, and not one of them a number and the other a yes or no."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _key(key: str, known: dict[str, tuple[str, ...]]) -> str:

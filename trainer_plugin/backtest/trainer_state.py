@@ -11,6 +11,7 @@ from trainer_plugin.backtest.json_entries import BROKEN, Entries, Values, choose
 from trainer_plugin.backtest.log_files import LogFile
 from trainer_plugin.backtest.notes import Notes
 from trainer_plugin.backtest.rows import FoundRow
+from trainer_plugin.backtest.samples import in_steps
 
 _COLUMNS = Columns(step="step", loss="loss", grad_norm="grad_norm", learning_rate="learning_rate")
 _NAN_FILTER = (
@@ -39,12 +40,17 @@ def read_trainer_state(file: LogFile, notes: Notes) -> Iterator[FoundRow]:
     except ValueError as error:
         every = dict.fromkeys(name for entry in history if isinstance(entry, dict) for name in names(entry))
         raise ValueError(f"{file.path}: {missing_loss(every)}") from error
+    rows = _rows(history, entries, columns, notes)
+    yield from rows if columns.samples is None else in_steps(rows, columns.samples, notes)
+
+
+def _rows(history: list[Any], entries: Entries, columns: Columns, notes: Notes) -> Iterator[FoundRow]:
     finite = True
     for place, entry in enumerate(history, start=1):
         if not isinstance(entry, Values | dict):
             notes.count("that is no JSON object: left out", place, noun="entry")
             continue
-        row = entries.row(entry if isinstance(entry, Values) else pick(entry, columns), place)
+        row = entries.row(entry if isinstance(entry, Values) else pick(entry, columns), place, entry)
         if row is not None:
             finite = finite and math.isfinite(row[2])
             yield row
