@@ -21,7 +21,6 @@ def changes(steps, rates=None):
         [0, 1, 2, 2, 2, 3],  # Lines told twice.
         [0, 1, 2, 1500, 1501],  # A few lines missing.
         [*range(0, 4000, 200), 7800, 8000],
-        [*range(300), 180, 181],  # A short way back: the level is the same.
     ],
 )
 def test_these_steps_go_on(steps):
@@ -40,11 +39,28 @@ def test_these_steps_are_elsewhere(steps, at):
     assert said[at] == "elsewhere"
 
 
+def test_a_short_way_back_is_told():
+    """Within a window the level is nearly the same, but the steps come again."""
+    said = changes([*range(300), 180, 181])
+    assert [(i, change) for i, change in enumerate(said) if change] == [(300, "back")]
+
+
+def test_a_ramp_of_the_learning_rate_was_planned():
+    """Ten times the rate over 30 steps, or twice over 50, is as planned as a jump, and is told at each rise by half."""
+    said = changes(range(300), [1e-5 * (1.0 + 9.0 * min(max(i - 200, 0) / 30, 1.0)) for i in range(300)])
+    assert 3 <= said.count("planned") <= 5
+    assert {i for i, change in enumerate(said) if change} <= set(range(201, 231))
+    said = changes(range(400), [1e-5 * (1.0 + min(max(i - 200, 0) / 50, 1.0)) for i in range(400)])
+    assert said.count("planned") == 1
+    assert set(changes(range(400), [1e-5 * (1.0 + i / 400) for i in range(400)])) == {None}
+
+
 def test_a_learning_rate_that_is_raised_at_once_was_planned():
     """A jump up by half or more is one; a fall, a warm-up and a decay are none."""
     assert changes(range(4), [1e-3, 1e-3, 2e-3, 2e-3]) == [None, None, "planned", None]
     assert set(changes(range(4), [1e-3, 5e-4, 1e-4, 0.0])) == {None}
-    assert set(changes(range(50), [1e-5 * (50 + i) for i in range(50)])) == {None}
+    assert set(changes(range(50), [1e-5 * (100 + i) for i in range(50)])) == {None}
+    assert set(changes(range(4), [1e-3, 0.0, 0.0, 1e-3])) == {None}
     assert set(changes(range(4))) == {None}
 
 

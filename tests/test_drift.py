@@ -30,6 +30,14 @@ def test_scores_are_summed_above_the_allowance():
     assert found(drift(), [3.0, 3.0, -9.0, 3.0, 3.0, 3.0, 3.0]) == [(6, 3)]  # What falls back was no climb.
 
 
+def test_a_heavy_tail_takes_a_third_value():
+    """Where single values are far out often, two in a row are chance."""
+    said = [drift_ for heavy in (1.0, 2.0) for drift_ in [drift()]
+            if any(drift_.update(i, 3.0, score=9.0, center=2.0, tail_ratio=heavy) for i in range(2))]  # fmt: skip
+    assert len(said) == 1
+    assert drift().update(0, 3.0, score=9.0, center=2.0, tail_ratio=2.0) is None
+
+
 def test_no_single_value_makes_a_verdict():
     """However far out one value is, it counts for 4: that is the robust detector's business."""
     assert found(drift(), [1e9, 0.0, 0.0]) == []

@@ -23,9 +23,9 @@ MAX_LINES = 300
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detectors", "ordered_window", "tail", "robust", "drift", "oscillation", "loss_scale", "recovery",
-    "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts", "policy", "data",
-    "manifest",
+    "signals", "detectors", "ordered_window", "tail", "robust", "drift", "level", "oscillation", "loss_scale",
+    "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts",
+    "policy", "data", "manifest",
     # Torch, and no policy.
     "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
     "schedule", "faults", "tensor_files", "state", "tier", "checkpoints",

@@ -72,6 +72,9 @@ def test_evidence_is_bounded(incident):
         ({"drift:amp_loss_scale": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
         ({"drift:loss": 5}, None, "lr_too_high"),
         ({"oscillation:loss": 5}, None, "lr_too_high"),
+        ({"robust:loss": 5, "oscillation:loss": 5}, 1.0, "lr_too_high"),  # No batch is bad time and again.
+        ({"drift:grad_norm": 5}, None, "gradient_explosion"),
+        ({"drift:loss": 4, "drift:grad_norm": 5}, None, "gradient_explosion"),
         ({"drift:loss": 5, "robust:loss": 8}, 1.0, "lr_too_high"),  # It climbed before it jumped.
         ({"drift:loss": 5, "robust:loss": 7}, 1.0, "bad_sample"),
         ({"drift:loss": 5, "robust:loss": 8, "robust:grad_norm": 4}, 9.0, "gradient_explosion"),

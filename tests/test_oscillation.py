@@ -11,7 +11,13 @@ from trainer_plugin.detectors import DetectionConfig
 from trainer_plugin.monitor import Monitor
 from trainer_plugin.oscillation import Oscillation
 
-SPIKES = {20: 5.0, 50: 5.0, 80: 5.0, 110: 5.0}
+
+def thrown_out(*first_steps):
+    """Scores of excursions that begin at these steps and need a second one to fall back."""
+    return {step + i: (5.0, 3.0)[i] for step in first_steps for i in range(2)}
+
+
+SPIKES = thrown_out(20, 50, 80, 110)
 
 
 def found(detector, spikes, *, steps=200, tail_ratio=1.0):
@@ -30,9 +36,15 @@ def oscillation():
 
 def test_the_fourth_spike_in_a_window_is_the_verdict():
     """Four within the window are an oscillation since the first; three, or four further apart, are none."""
-    assert found(oscillation(), SPIKES) == [(110, 20)]
-    assert found(oscillation(), dict(list(SPIKES.items())[:3])) == []
-    assert found(oscillation(), {10: 5.0, 50: 5.0, 90: 5.0, 139: 5.0}) == []
+    assert found(oscillation(), SPIKES) == [(111, 20)]
+    assert found(oscillation(), thrown_out(20, 50, 80)) == []
+    assert found(oscillation(), thrown_out(10, 50, 90, 139)) == []
+
+
+def test_single_steps_are_of_the_data():
+    """What is out for one value and back in the next is a batch, however often: every tenth, or all by chance."""
+    assert found(oscillation(), dict.fromkeys(range(20, 200, 10), 7.0)) == []
+    assert found(oscillation(), {step: 7.0 if step % 2 else 1.9 for step in range(20, 200)}) == []
 
 
 def test_a_spike_lasts_until_it_is_back():
@@ -54,25 +66,48 @@ def test_what_the_spikes_teach_the_tail_does_not_hide_them():
         ratio = 1.0 if step < 60 else 2.0
         score = SPIKES.get(step, 0.0) / ratio
         said.append(detector.update(step, 3.0, score=score, tail_ratio=ratio, center=2.0))
-    assert [verdict.step for verdict in said if verdict] == [110]
+    assert [verdict.step for verdict in said if verdict] == [111]
 
 
 def test_its_state_goes_back():
     """Spikes put back, through JSON, are still counted."""
     first, second = oscillation(), oscillation()
-    assert found(first, SPIKES, steps=100) == []
+    assert found(first, SPIKES, steps=111) == []
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.update(100, 3.0, score=math.nan, tail_ratio=1.0, center=2.0) is None
-    assert second.update(101, 3.0, score=5.0, tail_ratio=1.0, center=2.0).first_step == 20
+    assert second.update(111, 3.0, score=math.nan, tail_ratio=1.0, center=2.0) is None
+    assert second.update(112, 3.0, score=3.0, tail_ratio=1.0, center=2.0).first_step == 20
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_periodic_small_spikes_are_found_by_the_monitor(seed):
-    """From losses to the verdict: single steps 5.5 deviations up, every 25th, none a verdict by itself."""
+    """From losses to the verdict: every 25th step 6 deviations up, and back in two more; none is a verdict."""
     rng, monitor, said = np.random.default_rng(seed), Monitor(DetectionConfig()), []
     for step in range(1100):
-        loss = 2.3 + rng.normal(0.0, 0.025) * (step < 800 or step % 25 != 0)
-        loss += 0.025 * 5.5 * (step >= 800 and step % 25 == 0)
+        out = {0: 6.0, 1: 5.0, 2: 3.0}.get(step % 25, 0.0) if step >= 800 else 0.0
+        loss = 2.3 + 0.025 * (out or rng.normal(0.0, 1.0))
         said += [v for v in monitor.update(signals(step, loss))[1] if (v.detector, v.signal) in Monitor.ACTING]
     assert {verdict.detector for verdict in said} == {"oscillation"}
     assert 875 <= said[0].step <= 950
+
+
+def spoken(extra, *, seed=0, steps=4000):
+    """What the acting detectors say of a run with these values added from step 1,000 on."""
+    rng, monitor, said = np.random.default_rng(seed), Monitor(DetectionConfig()), []
+    for step in range(steps):
+        loss = 2.5 + rng.normal(0.0, 0.03) + (extra(step, rng) if step >= 1000 else 0.0)
+        said += [v for v in monitor.update(signals(step, loss))[1] if (v.detector, v.signal) in Monitor.ACTING]
+    return said
+
+
+@pytest.mark.parametrize("every", [20, 50, 100])
+def test_batches_of_a_harder_domain_do_not_oscillate(every):
+    """Every nth batch, or one in n by chance, is from another domain: nobody is to lower a learning rate for that."""
+    assert {v.detector for v in spoken(lambda step, _: 0.3 * (step % every == 0))} <= {"robust"}
+    assert {v.detector for v in spoken(lambda _, rng: 0.3 * (rng.random() < 1 / every))} <= {"robust"}
+
+
+def test_spikes_that_are_verdicts_by_themselves_oscillate_too():
+    """Two steps far up, time and again: each is found, and so is that there is no end to them."""
+    said = spoken(lambda step, _: 0.5 * (step % 25 < 2), steps=1300)
+    assert {v.detector for v in said} == {"robust", "oscillation"}
+    assert next(v for v in said if v.detector == "oscillation").step == 1076

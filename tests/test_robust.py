@@ -1,5 +1,6 @@
 """The robust detector on noise that is not normal, on logs with gaps, and through planned changes."""
 
+import json
 import math
 
 import numpy as np
@@ -115,14 +116,70 @@ def test_a_log_of_every_nth_step_must_have_had_time_to_recover():
 
 
 def test_another_stretch_of_the_run_is_learnt_anew():
-    """A log that goes on far from where it was, without the state of that place, is judged by its new level."""
+    """A log that goes on far from where it was, a little higher, is judged by its new level."""
     rng, monitor, said = np.random.default_rng(0), Monitor(DEFAULT), []
-    values = [*(2.0 + rng.normal(0.0, 0.02, 1000)), *(3.0 + rng.normal(0.0, 0.02, 300))]
+    values = [*(2.0 + rng.normal(0.0, 0.02, 1000)), *(2.3 + rng.normal(0.0, 0.02, 300))]
     for line, loss in enumerate(values):
         step = line + (0 if line < 1000 else -450)
         said += monitor.update(signals(step, loss, grad_norm=None))[1]
     assert [verdict for verdict in said if (verdict.detector, verdict.signal) in Monitor.ACTING] == []
-    assert monitor.update(signals(850, 4.5, grad_norm=None))[1] != []
+    assert monitor.update(signals(850, 3.5, grad_norm=None))[1] != []
+
+
+def acting(values, *, steps=None):
+    """What the acting detectors say of these losses, and the last readings."""
+    monitor, said, readings = Monitor(DEFAULT), [], None
+    for i, loss in enumerate(values):
+        readings, verdicts = monitor.update(signals(i if steps is None else steps[i], loss, grad_norm=None))
+        said += [v for v in verdicts if (v.detector, v.signal) in Monitor.ACTING]
+    return said, readings
+
+
+@pytest.mark.parametrize("length", [10, 20, 60, 110])
+@pytest.mark.parametrize("depth", [0.1, 0.3])
+def test_a_return_from_easier_data_is_no_fault(depth, length):
+    """A short stretch of lower losses takes the center down; the way back to the old level is no deviation."""
+    values = 2.5 + np.random.default_rng(0).normal(0.0, 0.03, 4000)
+    values[1000 : 1000 + length] *= 1.0 - depth
+    said, _ = acting(values)
+    assert said == []
+
+
+def test_a_late_return_is_a_verdict_but_nothing_to_undo():
+    """After more than a window the return is told, and the level before the drop is accepted at once."""
+    values = 2.5 + np.random.default_rng(0).normal(0.0, 0.03, 1600)
+    values[1000:1500] *= 0.9
+    said, readings = acting(values)
+    assert [v.step for v in said] == [1500]
+    assert readings.loss_unrecovered_steps == 0
+
+
+def test_a_rise_above_where_it_came_from_is_a_fault():
+    """A drop hides nothing that is above the level before it."""
+    values = 2.5 + np.random.default_rng(0).normal(0.0, 0.03, 1200)
+    values[1000:1100] *= 0.9
+    values[1100:] *= 1.3
+    said, readings = acting(values)
+    assert said[0].step == 1100
+    assert readings.loss_unrecovered_steps == 100
+
+
+def test_steps_that_come_again_are_judged_by_the_level_of_their_time():
+    """A restart 120 steps back in a loss that falls is no rise."""
+    at = np.r_[0:700, 580:1200]
+    values = (2.5 + 5.0 * np.exp(-np.arange(1200) / 300) + np.random.default_rng(0).normal(0.0, 0.03, 1200))[at]
+    said, _ = acting(values, steps=at.tolist())
+    assert said == []
+
+
+def test_a_fresh_state_is_strict_json():
+    """Nothing in a state is NaN or infinite, before the first step and after it."""
+    monitor = Monitor(DEFAULT)
+    json.dumps(monitor.state_dict(), allow_nan=False)
+    monitor.update(signals(0, 2.0, grad_norm=None))
+    other = Monitor(DEFAULT)
+    other.load_state_dict(json.loads(json.dumps(monitor.state_dict(), allow_nan=False)))
+    assert repr(other.readings()) == repr(monitor.readings())
 
 
 def test_a_learning_rate_that_restarts_may_raise_the_loss():

@@ -1,11 +1,14 @@
 """Continuity: whether a step goes on from the one before it, and whether what comes was planned. Pure."""
 
+import math
 from typing import Any
 
 # A log that misses some lines still goes on; one that misses so many is about another stretch of the run.
 _LEAST_GAP_VALUES = 20
 # A schedule moves by less in one step, but for its restarts and a person's hand.
 _LR_JUMP_RATIO = 1.5
+# A ramp up is as planned as a jump: the rate is held against its lowest of the last one to two times so many values.
+_LR_VALUES = 50
 
 
 class Continuity:
@@ -20,14 +23,23 @@ class Continuity:
         self._window = window
         self._step: int | None = None
         self._interval_steps = 1
-        self._lrs: tuple[float, ...] = ()
+        # The lowest rate of the present block of values and of the one before; infinite for none.
+        self._low = self._low_before = math.inf
+        self._values = 0
 
     def update(self, step: int, learning_rates: tuple[float, ...]) -> str | None:
-        """Take in the next step: "elsewhere" if it does not follow the last one, "planned" if the rates jump up."""
+        """Take in the next step: "elsewhere" if it does not follow the last one, "back" if some steps come again.
+
+        "planned" if the learning rates go up as no schedule does but at its start.
+        """
         last, self._step = self._step, step
         elsewhere = last is not None and step - last != self._interval_steps and self._elsewhere(step - last)
-        planned = learning_rates != self._lrs and self._planned(learning_rates)
-        return "elsewhere" if elsewhere else "planned" if planned else None
+        planned = learning_rates != () and self._planned(learning_rates)
+        if elsewhere:
+            return "elsewhere"
+        if last is not None and step < last:
+            return "back"
+        return "planned" if planned else None
 
     def _elsewhere(self, ahead_steps: int) -> bool:
         near = -self._window * self._interval_steps <= ahead_steps <= self._gap_steps
@@ -37,13 +49,24 @@ class Continuity:
         return not near
 
     def _planned(self, learning_rates: tuple[float, ...]) -> bool:
-        last, self._lrs = max(self._lrs, default=0.0), learning_rates
-        return max(learning_rates, default=0.0) > _LR_JUMP_RATIO * last > 0.0
+        self._values += 1
+        if self._values >= _LR_VALUES:
+            self._values, self._low_before, self._low = 0, self._low, math.inf
+        rate = max(learning_rates)
+        if rate <= 0.0:
+            return False
+        if rate > _LR_JUMP_RATIO * min(self._low, self._low_before):
+            self._low = self._low_before = rate  # It has been told; what is told next is the next rise.
+            return True
+        self._low = min(self._low, rate)
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """The last step and learning rates."""
-        return {"step": self._step, "interval_steps": self._interval_steps, "lrs": list(self._lrs)}
+        lows = [None if math.isinf(low) else low for low in (self._low, self._low_before)]
+        return {"step": self._step, "interval_steps": self._interval_steps, "lows": lows, "values": self._values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
-        self._step, self._interval_steps, self._lrs = state["step"], state["interval_steps"], tuple(state["lrs"])
+        self._step, self._interval_steps, self._values = state["step"], state["interval_steps"], state["values"]
+        self._low, self._low_before = (math.inf if low is None else low for low in state["lows"])

@@ -27,6 +27,7 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     robust_least_ratio: float = 1.03
     drift_limit: float = 6.0
     drift_least_ratio: float = 1.06
+    level_least_ratio: float = 1.2
     oscillation_spikes: int = 4
     relearn_steps: int = 2000
     amp_scale_floor: float = 1.0
@@ -59,7 +60,7 @@ _LEAST = {
     0: ("warmup_steps",),
     1: (
         "window", "sustained_steps", "robust_window", "oscillation_spikes", "relearn_steps", "robust_least_ratio",
-        "drift_least_ratio",
+        "drift_least_ratio", "level_least_ratio",
     ),
 }  # fmt: skip
 _ABOVE = {0: ("sigma", "robust_score", "drift_limit", "amp_scale_floor"), 1: ("loss_ratio", "grad_norm_ratio")}
@@ -196,8 +197,8 @@ class RollingSigma:
             "trusted": self._trusted,
             "far": self._far,
             "first_step": self._first_step,
-            "mean": self.mean,
-            "stddev": self.stddev,
+            "mean": None if math.isnan(self.mean) else self.mean,
+            "stddev": None if math.isnan(self.stddev) else self.stddev,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,4 +207,5 @@ class RollingSigma:
         self._values.extend(state["values"])
         self._near, self._sum, self._sum_of_squares = state["sums"]
         self._trusted, self._far, self._first_step = state["trusted"], state["far"], state["first_step"]
-        self.mean, self.stddev = state["mean"], state["stddev"]
+        self.mean = math.nan if state["mean"] is None else state["mean"]
+        self.stddev = math.nan if state["stddev"] is None else state["stddev"]

@@ -10,6 +10,8 @@ from trainer_plugin.detectors import Verdict
 _ALLOWANCE = 1.0
 # No single value makes a verdict, however far out: that is the robust detector's.
 _MAX_SCORE = 5.0
+# Where a run's own tail is at least so heavy, two values far out in a row are as common as one: it takes a third.
+_HEAVY_TAIL = 2.0
 
 
 class Drift:
@@ -27,11 +29,13 @@ class Drift:
         self._limit = limit
         self._least_rise = least_ratio - 1.0
         self._sum = 0.0
-        self._level = math.nan
+        self._level = 0.0
         self._onset = 0
 
-    def update(self, step: int, value: float, *, score: float, center: float) -> Verdict | None:
-        """Judge a step by its score against the center that the robust detector holds."""
+    def update(
+        self, step: int, value: float, *, score: float, center: float, tail_ratio: float = 1.0
+    ) -> Verdict | None:
+        """Judge a step by its score against the center and the tail that the robust detector holds."""
         if self._sum == 0.0:
             if not score > _ALLOWANCE:  # So is NaN: it leaves everything as it was.
                 return None
@@ -40,7 +44,8 @@ class Drift:
             return None
         total = self._sum + (min(_MAX_SCORE, score)) - _ALLOWANCE
         self._sum = max(0.0, total)
-        if total <= self._limit or value - self._level <= self._least_rise * abs(self._level):
+        limit = self._limit if tail_ratio < _HEAVY_TAIL else self._limit + _MAX_SCORE - _ALLOWANCE
+        if total <= limit or value - self._level <= self._least_rise * abs(self._level):
             return None
         self.reset()
         return Verdict(

@@ -100,11 +100,12 @@ def classify(signs: dict[str, int], grad_norm_ratio: float | None) -> str:
         return "numerical"
     if "ema_ratio:grad_norm" in signs:
         return "gradient_explosion"
-    loss, norm = signs.get("robust:loss"), signs.get("robust:grad_norm")
+    loss = signs.get("robust:loss")
+    norm = min((signs[sign] for sign in ("robust:grad_norm", "drift:grad_norm") if sign in signs), default=None)
     if norm is not None and (loss is None or norm <= loss):
         return "gradient_explosion"
-    slow = min((signs[sign] for sign in ("drift:loss", "oscillation:loss") if sign in signs), default=None)
-    if slow is not None and (loss is None or loss - slow >= CLIMB_STEPS):
+    slow = signs.get("drift:loss")
+    if "oscillation:loss" in signs or (slow is not None and (loss is None or loss - slow >= CLIMB_STEPS)):
         return "lr_too_high"
     if loss is not None and grad_norm_ratio is not None and grad_norm_ratio < 1.5:
         return "bad_sample"

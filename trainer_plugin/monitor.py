@@ -7,10 +7,11 @@ from exporter.catalog import GRAD_NORM_RATIO_LEVELS, LOSS_RATIO_LEVELS
 from trainer_plugin.continuity import Continuity
 from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma, Verdict
 from trainer_plugin.drift import Drift
+from trainer_plugin.level import Level
 from trainer_plugin.loss_scale import LossScale
 from trainer_plugin.oscillation import Oscillation
 from trainer_plugin.readings import Readings
-from trainer_plugin.recovery import Recovery
+from trainer_plugin.recovery import HighSteps, Recovery
 from trainer_plugin.robust import Robust
 from trainer_plugin.signals import Signals
 
@@ -33,6 +34,7 @@ class Monitor:
             ("robust", "grad_norm"),
             ("ema_ratio", "grad_norm"),
             ("drift", "loss"),
+            ("drift", "grad_norm"),
             ("oscillation", "loss"),
             ("drift", "amp_loss_scale"),
         }
@@ -53,6 +55,8 @@ class Monitor:
         self._loss_robust = Robust("loss", **robust, least_ratio=config.robust_least_ratio)  # type: ignore[arg-type]
         self._grad_norm_robust = Robust("grad_norm", **robust, log=True, least_ratio=config.loss_ratio)  # type: ignore[arg-type]
         self._drift = Drift("loss", limit=config.drift_limit, least_ratio=config.drift_least_ratio)
+        self._loss_level = Level("loss", least_ratio=config.level_least_ratio)
+        self._grad_norm_level = Level("grad_norm", least_ratio=config.grad_norm_ratio)
         self._oscillation = Oscillation("loss", spikes=config.oscillation_spikes, window=config.robust_window)
         self._recovery = Recovery()
         self._norm_recovery = Recovery()
@@ -62,11 +66,17 @@ class Monitor:
         self._overflow_steps = 0
         self._spikes_in_a_row = 0
         self._continuity = Continuity(gap_steps=config.relearn_steps, window=config.robust_window)
-        self._high_steps = {
-            "loss": dict.fromkeys(LOSS_RATIO_LEVELS, 0),
-            "grad_norm": dict.fromkeys(GRAD_NORM_RATIO_LEVELS, 0),
-        }
+        self._loss_high_steps = HighSteps(LOSS_RATIO_LEVELS)
+        self._grad_norm_high_steps = HighSteps(GRAD_NORM_RATIO_LEVELS)
         self._withheld_steps = 0
+        self._rewound: dict[str, Any] = {
+            "loss_ema": self._loss_ema, "grad_norm_ema": self._grad_norm_ema, "loss_sigma": self._loss_sigma,
+            "loss_robust": self._loss_robust, "grad_norm_robust": self._grad_norm_robust, "drift": self._drift,
+            "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level,
+            "oscillation": self._oscillation, "continuity": self._continuity, "recovery": self._recovery,
+            "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale,
+            "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
+        }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
         self._judged = self._loss_ratio = self._grad_norm_ratio = math.nan
         self._loss_score = self._grad_norm_score = math.nan
@@ -113,14 +123,16 @@ class Monitor:
             self._grad_norm_ratio = self._grad_norm_ema.ratio(grad_norm)
         else:  # R1: in warm-up no finite value is a spike, here or in a rule.
             self._loss_ratio = self._grad_norm_ratio = math.nan
-        self._count_high_steps(self._high_steps["loss"], self._loss_ratio)
-        self._count_high_steps(self._high_steps["grad_norm"], self._grad_norm_ratio)
+        self._loss_high_steps.update(self._loss_ratio)
+        self._grad_norm_high_steps.update(self._grad_norm_ratio)
         sigma_verdict = self._loss_sigma.update(step, loss)
 
         settled = self._recovery.unrecovered_steps == 0 and not overflow
         loss_verdict, drift, oscillation = self._judge_loss(step, loss, judge=settled and warm, learn=settled)
         left = drift or loss_verdict
         norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and left is None)
+        if settled and not (left or norm_verdict or self._norm_recovery.unrecovered_steps):
+            norm_verdict = self._judge_norm_level(step, grad_norm)
         self._loss_score = self._loss_robust.last_score if warm else math.nan
         self._grad_norm_score = self._grad_norm_robust.last_score if warm else math.nan
         self._judged = loss if warm else math.nan
@@ -170,8 +182,8 @@ class Monitor:
             grad_norm_robust_center=self._grad_norm_robust.center,
             grad_norm_robust_scale=self._grad_norm_robust.scale,
             grad_norm_robust_score=self._grad_norm_score,
-            loss_high_steps=self._high_steps["loss"].copy(),
-            grad_norm_high_steps=self._high_steps["grad_norm"].copy(),
+            loss_high_steps=self._loss_high_steps.counts.copy(),
+            grad_norm_high_steps=self._grad_norm_high_steps.counts.copy(),
             loss_unrecovered_steps=self._recovery.unrecovered_steps,
             withheld_steps=self._withheld_steps,
             amp_scale_collapsed=self._loss_scale.collapsed,
@@ -180,6 +192,9 @@ class Monitor:
     def _meet(self, change: str) -> None:
         if change == "elsewhere":
             self._accept_new_level()
+        elif change == "back":
+            self._loss_robust.go_back()
+            self._grad_norm_robust.go_back()
         else:
             self._loss_robust.widen(self._config.robust_window)
             self._grad_norm_robust.widen(self._config.robust_window)
@@ -187,20 +202,39 @@ class Monitor:
     def _judge_loss(
         self, step: int, loss: float, *, judge: bool, learn: bool
     ) -> tuple[Verdict | None, Verdict | None, Verdict | None]:
-        """What the robust, the drift and the oscillation detector say; the last two of calm times only."""
+        """What the robust detector, drift or level, and the oscillation detector say; drift of calm times only."""
         robust = self._loss_robust
-        center, tail_ratio = robust.center, robust.tail_ratio
+        center, tail_ratio = robust.reference, robust.tail_ratio
         spike = robust.update(step, loss, learn=learn)
-        if not judge or robust.widened:
-            self._drift.reset()
+        score, patient, drift, oscillation = robust.last_score, robust.widened, None, None
+        if robust.warm and not patient:
+            oscillation = self._oscillation.update(step, loss, score=score, tail_ratio=tail_ratio, center=center)
+        else:
             self._oscillation.reset()
-            return spike, None, None
-        score = robust.last_score
-        drift = self._drift.update(step, loss, score=score, center=center)
-        oscillation = self._oscillation.update(step, loss, score=score, tail_ratio=tail_ratio, center=center)
+        if judge and not patient:
+            drift = self._drift.update(step, loss, score=score, center=center, tail_ratio=tail_ratio)
+        else:
+            self._drift.reset()
+        if learn and drift is None and spike is None:
+            drift = self._loss_level.update(
+                step, loss, center=robust.center, least_rise=self._config.robust_score * robust.scale,
+                learn=not robust.dropped, judge=judge and not patient,
+            )  # fmt: skip
         if drift is not None:
             robust.hold(drift.baseline)
-        return spike, drift, oscillation if spike is None else None
+        return spike, drift, oscillation
+
+    def _judge_norm_level(self, step: int, grad_norm: float) -> Verdict | None:
+        """Only from the end of warm-up on: until then a gradient may well begin near zero."""
+        robust = self._grad_norm_robust
+        if not robust.warm:
+            return None
+        verdict = self._grad_norm_level.update(
+            step, grad_norm, center=robust.center, least_rise=0.0, learn=not robust.dropped, judge=not robust.widened
+        )
+        if verdict is not None:
+            robust.hold(verdict.baseline)
+        return verdict
 
     def _count_recoveries(self, step: int, loss: Verdict | None, norm: Verdict | None) -> None:
         """Count how long each signal has been out of its band, from its verdict (if any) and its score."""
@@ -210,27 +244,20 @@ class Monitor:
             (self._norm_recovery, norm, self._grad_norm_score),
         ):
             if verdict is not None or recovery.unrecovered_steps:
-                left_at = None if verdict is None else verdict.first_step
+                # What began long ago but is found only now has had no remedy: half of its time is left.
+                left_at = None if verdict is None else max(verdict.first_step, step - self._config.sustained_steps // 2)
                 recovery.update(step, left_at=left_at, inside=score < back_below)
-
-    @staticmethod
-    def _count_high_steps(counts: dict[float, int], ratio: float) -> None:
-        for level, count in counts.items():
-            # A value that is not finite is certainly not a good one: it goes on with a run, but begins none.
-            if ratio > level or (count and not math.isfinite(ratio)):
-                counts[level] = count + 1
-            elif count:
-                counts[level] = 0
-            else:  # The levels rise: where there is nothing to count and to end, there is none above it.
-                return
 
     def _accept_what_lasts(self) -> None:
         """R7: a level is believed after its limit; a norm over a calm loss is no fault, and is believed sooner."""
         unrecovered = self._recovery.unrecovered_steps
         if unrecovered >= self._config.relearn_steps and self._recovery.values >= _LEAST_LEVEL_VALUES:
             self._accept_new_level()
+            self._loss_level.forget()
+            self._grad_norm_level.forget()
         elif unrecovered == 0 and self._norm_recovery.unrecovered_steps >= self._config.sustained_steps:
             self._accept_new_norm()
+            self._grad_norm_level.forget()
 
     def _accept_new_norm(self) -> None:
         self._grad_norm_robust.relearn()
@@ -240,51 +267,31 @@ class Monitor:
     def _accept_new_level(self) -> None:
         """What has lasted, or is met elsewhere in the run, is the new level, for better or worse."""
         self._loss_robust.relearn()
+        self._loss_level.wait()
+        self._grad_norm_level.wait()
         self._loss_ema.ema = None
         self._drift.reset()
         self._oscillation.reset()
         self._accept_new_norm()
-        for counts in self._high_steps.values():
-            counts.update(dict.fromkeys(counts, 0))
+        self._loss_high_steps.clear()
+        self._grad_norm_high_steps.clear()
         self._recovery.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that rewinds with the weights, as plain numbers."""
         return {
-            "loss_ema": self._loss_ema.state_dict(),
-            "grad_norm_ema": self._grad_norm_ema.state_dict(),
-            "loss_sigma": self._loss_sigma.state_dict(),
-            "loss_robust": self._loss_robust.state_dict(),
-            "grad_norm_robust": self._grad_norm_robust.state_dict(),
-            "drift": self._drift.state_dict(),
-            "oscillation": self._oscillation.state_dict(),
-            "continuity": self._continuity.state_dict(),
-            "recovery": self._recovery.state_dict(),
-            "norm_recovery": self._norm_recovery.state_dict(),
-            "loss_scale": self._loss_scale.state_dict(),
+            **{name: part.state_dict() for name, part in self._rewound.items()},
             "overflow_steps": self._overflow_steps,
             "spikes_in_a_row": self._spikes_in_a_row,
-            "high_steps": {signal: list(counts.values()) for signal, counts in self._high_steps.items()},
             "withheld_steps": self._withheld_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
-        self._loss_ema.load_state_dict(state["loss_ema"])
-        self._grad_norm_ema.load_state_dict(state["grad_norm_ema"])
-        self._loss_sigma.load_state_dict(state["loss_sigma"])
-        self._loss_robust.load_state_dict(state["loss_robust"])
-        self._grad_norm_robust.load_state_dict(state["grad_norm_robust"])
-        self._drift.load_state_dict(state["drift"])
-        self._oscillation.load_state_dict(state["oscillation"])
-        self._continuity.load_state_dict(state["continuity"])
-        self._recovery.load_state_dict(state["recovery"])
-        self._norm_recovery.load_state_dict(state["norm_recovery"])
-        self._loss_scale.load_state_dict(state["loss_scale"])
+        for name, part in self._rewound.items():
+            part.load_state_dict(state[name])
         self._overflow_steps = state["overflow_steps"]
         self._spikes_in_a_row = state["spikes_in_a_row"]
-        for signal, counts in self._high_steps.items():
-            counts.update(zip(counts, state["high_steps"][signal], strict=True))
         self._withheld_steps = state["withheld_steps"]
 
 

@@ -31,7 +31,7 @@ HEALED_STEPS = 20
 NO_UPDATES_STEPS = 10
 # Two outliers of the gradient norm within so many steps are no chance.
 TAIL_STEPS = 10
-LR_SIGNS = ("drift:loss", "oscillation:loss")
+LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
 
 
 class Policy:
@@ -244,7 +244,7 @@ class Policy:
         """What says that the learning rate is too high for this run now."""
         if readings.amp_scale_collapsed:
             return "AMP loss scale collapsed"
-        return next((f"{sign.split(':')[0]} of the loss" for sign in LR_SIGNS if sign in incident.signs), None)
+        return next((sign.replace(":", " of the ") for sign in LR_SIGNS if sign in incident.signs), None)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""

@@ -1,6 +1,8 @@
-"""Recovery: how long the loss has been out of its band, and when it is back for good. Pure, as the detectors are."""
+"""Recovery: how long a signal has been high or out of its band, and when it is back. Pure, as the detectors are."""
 
+import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -59,3 +61,34 @@ class Recovery:
         self._left_at = state["left_at"]
         self._inside.clear()
         self._inside.extend(state["inside"])
+
+
+class HighSteps:
+    """Consecutive steps above each of some rising levels of a ratio."""
+
+    def __init__(self, levels: Iterable[float]) -> None:
+        self.counts = dict.fromkeys(levels, 0)
+
+    def update(self, ratio: float) -> None:
+        """Count one step."""
+        counts = self.counts
+        for level, count in counts.items():
+            # A value that is not finite is certainly not a good one: it goes on with a run, but begins none.
+            if ratio > level or (count and not math.isfinite(ratio)):
+                counts[level] = count + 1
+            elif count:
+                counts[level] = 0
+            else:  # The levels rise: where there is nothing to count and to end, there is none above it.
+                return
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.counts.update(dict.fromkeys(self.counts, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, in the order of the levels."""
+        return {"counts": list(self.counts.values())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state."""
+        self.counts.update(zip(self.counts, state["counts"], strict=True))

@@ -4,6 +4,7 @@ Pure: no torch, no clock, no files. R7 of the design; the default that acts.
 """
 
 import math
+from collections import deque
 from typing import Any
 
 from trainer_plugin.detectors import Verdict
@@ -16,6 +17,15 @@ _QUARTILES = 1.349
 _LEAST_SCALE_RATIO = 1e-3
 # While a planned change has its time to show, the threshold is so much higher.
 _WIDENED = 2.0
+# The center is marked once in so many values (half of what it is a median of), and so many marks are kept.
+_MARK_VALUES = 16
+_MARKS = 8
+# The center of noise stays within one deviation; a rise back by three would add up to a drift.
+_DROP_SCORE = 3.0
+# In windows: for so long a return to where the run came from is none of our business, and for so long it is at least
+# no reason to go back. Between them lies what a public run's labels call a data shift: the way back up, 170 values on.
+_SILENT_WINDOWS = 1
+_KNOWN_WINDOWS = 16
 
 
 class Robust:
@@ -28,6 +38,11 @@ class Robust:
     tail. `log` takes the logarithm first: for a positive, skewed signal such as a gradient norm. `least_ratio` is how
     many times the center a value must be besides: a norm that doubles on one batch is the ordinary tail of a healthy
     run, and a loss that rises by a hundredth is nothing to act upon, however calm it was.
+
+    A stretch of easier data takes the center down with it, and the return to where the run came from is no fault. So a
+    center that has dropped (below its highest of the last 64 values by 3 deviations, and by twice as much as in the 64
+    before: a falling loss does not drop) leaves a `reference` behind, and values are scored against that one until the
+    center is back or a window has passed. Up to 16 windows, the return is a verdict, but the level is the old one.
     """
 
     # Scores above this, unbroken up to a verdict, belong to the deviation that it found.
@@ -55,6 +70,11 @@ class Robust:
         self._first_step: int | None = None
         self._onset: int | None = None
         self._widened = 0
+        self._marks: deque[float] = deque(maxlen=_MARKS)
+        self._unmarked = 0
+        self._former: float | None = None
+        self._former_values = self._silent_values = 0
+        self._drop_below = -math.inf
         self._center = math.nan
         self._deviation = math.nan
         self.warm = False
@@ -74,12 +94,28 @@ class Robust:
         return self._widened > 0
 
     @property
+    def dropped(self) -> bool:
+        """Whether the center is below a level that the run has come from."""
+        return self._former is not None
+
+    @property
+    def reference(self) -> float:
+        """The level that the next value is scored against: the center, or where it has dropped from."""
+        if not self._silent_values or self._former is None or self._former <= self._center:
+            return self.center
+        return math.exp(self._former) if self._log else self._former
+
+    @property
     def limit(self) -> float:
         """The value above which the next one is an outlier, in the signal's own unit; infinite while none is judged."""
         if not self.warm:
             return math.inf
-        edge = self._center + self._threshold_now * self._deviation * self._tail.ratio
-        least = self.center + self._least_rise * abs(self.center)
+        center, former = self._center, self._former
+        if former is not None and former > center and self._silent_values:
+            center = former
+        edge = center + self._threshold_now * self._deviation * self._tail.ratio
+        reference = self.reference
+        least = reference + self._least_rise * abs(reference)
         return max(math.exp(min(edge, 700.0)) if self._log else edge, least)
 
     @property
@@ -94,7 +130,10 @@ class Robust:
         # A gradient norm of exactly 0 is no outlier above anything.
         scaled = math.log(max(value, 1e-30)) if self._log else value
         deviation = self._deviation
-        raw = (scaled - self._center) / deviation if deviation > 0.0 else math.nan
+        center, former = self._center, self._former
+        if former is not None and former > center and self._silent_values:
+            center = former
+        raw = (scaled - center) / deviation if deviation > 0.0 else math.nan
         tail = self._tail
         self.last_score = score = raw / tail.ratio
         verdict = None
@@ -114,14 +153,22 @@ class Robust:
             self.warm = enough and step - self._first_step + 1 >= self._warmup_steps
         if self._widened:
             self._widened -= 1
+        if former is not None:
+            self._silent_values = max(0, self._silent_values - 1)
+            self._former_values -= 1
+            if self._former_values <= 0:
+                self._former = None
+            elif verdict is not None and scaled - former < self.ONSET_SCORE * self.scale:
+                self._go_on_from(former)
         return verdict
 
     def _judge(self, step: int, value: float, score: float) -> Verdict | None:
         self._onset = step if self._onset is None else self._onset
-        if score <= self._threshold_now or value - self.center <= self._least_rise * abs(self.center):
+        baseline = self.reference
+        if score <= self._threshold_now or value - baseline <= self._least_rise * abs(baseline):
             return None
         return Verdict(
-            detector="robust", signal=self._signal, step=step, value=value, baseline=self.center, first_step=self._onset
+            detector="robust", signal=self._signal, step=step, value=value, baseline=baseline, first_step=self._onset
         )
 
     def _take_in(self, scaled: float) -> None:
@@ -139,23 +186,61 @@ class Robust:
         else:
             self.center, least = center, _LEAST_SCALE_RATIO * abs(center)
         self._deviation = max(least, spread)
+        self._unmarked += 1
+        if self._unmarked >= _MARK_VALUES:
+            self._mark(center)
+        if self._former is not None and center > self._former - self._deviation:
+            self._former = None
+        if center < self._drop_below and self.warm and (self._former is None or not self._silent_values):
+            self._keep(max(list(self._marks)[_MARKS // 2 :]), _SILENT_WINDOWS, _KNOWN_WINDOWS)
+
+    def _mark(self, center: float) -> None:
+        """Mark the center, and tell below what it has dropped and not just gone on falling."""
+        self._unmarked = 0
+        marks = self._marks
+        marks.append(center)
+        if len(marks) == _MARKS:
+            former = max(list(marks)[_MARKS // 2 :])
+            fell = max(list(marks)[: _MARKS // 2]) - former
+            self._drop_below = former - max(_DROP_SCORE * self._deviation * self._tail.ratio, 2.0 * fell)
+
+    def _keep(self, former: float, silent_windows: int, known_windows: int) -> None:
+        self._former = former
+        self._silent_values = silent_windows * self._residuals.size
+        self._former_values = known_windows * self._residuals.size
+
+    def go_back(self) -> None:
+        """Earlier steps of the run come again: until they have, its level is the highest of that time."""
+        if self._marks:
+            self._keep(max(self._marks), 1, 1)
 
     def relearn(self) -> None:
         """Forget the level: it has changed for good. The next values are the new one."""
         self._values.fill(())
         self._residuals.fill(())
         self._tail.forget_newest()
+        self._forget_drop()
         self._onset = None
         self.warm = False
+
+    def _forget_drop(self) -> None:
+        self._marks.clear()
+        self._unmarked, self._former, self._drop_below = 0, None, -math.inf
 
     def widen(self, values: int) -> None:
         """Be twice as patient with the next `values`: what comes was planned."""
         self._widened = values
 
     def hold(self, center: float) -> None:
-        """Judge by this level until something is learnt again: the one now has followed what went wrong."""
-        self.center = center
-        self._center = math.log(max(center, 1e-30)) if self._log else center
+        """Judge by this level (or the one before a drop), and go on from it: that now has followed what went wrong."""
+        scaled = math.log(max(center, 1e-30)) if self._log else center
+        self._go_on_from(scaled if self._former is None else max(scaled, self._former))
+
+    def _go_on_from(self, scaled: float) -> None:
+        self._center = scaled
+        self.center = math.exp(scaled) if self._log else scaled
+        self._values.fill([scaled] * len(self._values.ordered))
+        self._forget_drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The accepted values and what was made of them."""
@@ -167,8 +252,13 @@ class Robust:
             "onset": self._onset,
             "widened": self._widened,
             "warm": self.warm,
-            "center": self._center,
-            "deviation": self._deviation,
+            "marks": [*self._marks],
+            "unmarked": self._unmarked,
+            "former": self._former,
+            "former_values": [self._silent_values, self._former_values],
+            "drop_below": None if self._drop_below == -math.inf else self._drop_below,
+            "center": None if math.isnan(self._center) else self._center,
+            "deviation": None if math.isnan(self._deviation) else self._deviation,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,6 +267,13 @@ class Robust:
         self._residuals.fill(state["residuals"])
         self._tail.load_state_dict(state["tail"])
         self._first_step, self._onset, self._widened = state["first_step"], state["onset"], state["widened"]
-        self.warm, self._center, self._deviation = state["warm"], state["center"], state["deviation"]
+        self._marks.clear()
+        self._marks.extend(state["marks"])
+        self._unmarked, self._former = state["unmarked"], state["former"]
+        self._silent_values, self._former_values = state["former_values"]
+        self._drop_below = -math.inf if state["drop_below"] is None else state["drop_below"]
+        self.warm = state["warm"]
+        self._center = math.nan if state["center"] is None else state["center"]
+        self._deviation = math.nan if state["deviation"] is None else state["deviation"]
         self.center = math.exp(self._center) if self._log else self._center
         self.scale = self._deviation * self._tail.ratio

@@ -143,17 +143,55 @@ def repeats(seed):
 
 
 def oscillation(seed):
-    """Twelve single steps at 5.5 deviations above the level, 25 steps apart: none is much by itself."""
+    """Thrown out by 6 deviations and back within three steps, 25 steps apart, twelve times: none is much by itself."""
     loss, norm = _run(seed, steps=FAULT + 12 * 25 + AFTER_STEPS)
-    loss[FAULT : FAULT + 300 : 25] += 5.5 * 0.025
+    for number, height in enumerate((6.0, 5.0, 3.0)):
+        loss[FAULT + number : FAULT + 300 : 25] += height * 0.025
     return Scene(loss=loss, grad_norm=norm, faults=(FAULT,))
+
+
+def creep(seed):
+    """The loss doubles over 2,000 steps."""
+    loss, norm = _run(seed, steps=FAULT + 2000)
+    loss[FAULT:] *= 1.0 + np.arange(2000) / 2000
+    return Scene(loss=loss, grad_norm=norm, faults=(FAULT,))
+
+
+def norm_creep(seed):
+    """The gradient grows a thousand times over 2,000 steps, under a calm loss."""
+    loss, norm = _run(seed, steps=FAULT + 2000)
+    norm[FAULT:] *= 1000.0 ** (np.arange(2000) / 2000)
+    return Scene(loss=loss, grad_norm=norm, faults=(FAULT,))
+
+
+def in_warm_up(seed):
+    """At step 400 of a warm-up of 500 the loss goes up to twice what it was, and stays."""
+    loss, norm = _run(seed)
+    loss[400:] += 3.0
+    return Scene(loss=loss, grad_norm=norm, faults=(400,))
+
+
+def easy_stretch(seed):
+    """Ten times, 100 steps of data with 10 % less loss, and back: nothing is wrong."""
+    loss, norm = _run(seed, steps=STEPS)
+    for first in range(600, 3600, 300):
+        loss[first : first + 100] *= 0.9
+    return Scene(loss=loss, grad_norm=norm)
+
+
+def hard_batches(seed):
+    """Every tenth batch is of another domain, with 15 % more loss: nothing is wrong."""
+    loss, norm = _run(seed, steps=STEPS)
+    loss[::10] *= 1.15
+    return Scene(loss=loss, grad_norm=norm)
 
 
 SCENES = {
     scene.__name__: scene
     for scene in (
         clean, heavy_t3, heavy_t4, rounded, one_step, toxic_batch, norm_only, sustained, plateau_jump, climb,
-        slow_climb, norm_first, after_nan, early, repeats, oscillation,
+        slow_climb, norm_first, after_nan, early, repeats, oscillation, creep, norm_creep, in_warm_up, easy_stretch,
+        hard_batches,
     )
 }  # fmt: skip
 # The one published spike of BLOOM-176B, iterations 31214 to 31222: loss and gradient norm, from the run's public log
