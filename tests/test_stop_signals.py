@@ -43,6 +43,21 @@ def test_the_programs_own_handler_is_called_too():
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_several_come_off_in_any_order(order):
+    """Whichever of three is removed first, at the end the program's own handler is back, and none of them is asked."""
+    before = signal.getsignal(signal.SIGUSR1)
+    three = [StopSignals() for _ in range(3)]
+    for one in three:
+        one.install()
+    three[order[0]].remove()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [one.asked for one in three] == [None if place == order[0] else "SIGUSR1" for place in range(3)]
+    for place in order[1:]:
+        three[place].remove()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_outside_the_main_thread_nothing_is_taken():
     """A guard in another thread leaves the process's handlers alone instead of failing."""
     before = signal.getsignal(signal.SIGTERM)

@@ -16,6 +16,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.asked: str | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._removed = False
 
     def install(self) -> None:
         """Take the signals; a handler that the program has put there already is called as well."""
@@ -25,14 +26,20 @@ class StopSignals:
             let_go_in_children(self)
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Put back what was there, whichever of several is removed first."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for sent, before in self._before.items():
+        self._removed = True
+        for sent in self._before:
             # Compared by value: every access to a bound method makes a new object.
             if signal.getsignal(sent) == self._ask:
-                signal.signal(sent, before)
-        self._before.clear()
+                signal.signal(sent, self._outer(sent))
+
+    def _outer(self, sent: signal.Signals) -> Any:  # noqa: ANN401 - as `signal.signal` has it
+        """The handler before this one, past those that have been removed meanwhile."""
+        before = self._before[sent]
+        owner = getattr(before, "__self__", None)
+        return owner._outer(sent) if isinstance(owner, StopSignals) and owner._removed else before  # noqa: SLF001
 
     def let_go(self) -> None:
         """In a forked child: it has no boundary to end at, and must die of a SIGTERM."""
@@ -40,7 +47,8 @@ class StopSignals:
 
     def _ask(self, sent: int, frame: FrameType | None) -> None:
         # Nothing else here: the handler may run in the middle of anything, locks held.
-        self.asked = signal.Signals(sent).name
+        if not self._removed:
+            self.asked = signal.Signals(sent).name
         before = self._before.get(signal.Signals(sent))
         if callable(before):
             before(sent, frame)
