@@ -10,8 +10,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 # of this length, and the norm of these, are off by less than 1e-6, and are taken on all threads. Smaller tensors than
 # `_LEAST_NUMEL` are exact enough as they are, and then one pass over all of them is cheaper.
 _ROW_NUMEL = 1 << 11
-_LEAST_NUMEL = 1 << 16
-_BY_ROWS = (torch.float32, torch.float16, torch.bfloat16)
+_LEAST_NUMEL = {torch.float32: 1 << 18, torch.float16: 1 << 16, torch.bfloat16: 1 << 16}
 
 
 def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -69,7 +68,8 @@ def _alike(tensors: list[Tensor]) -> Iterable[list[int]]:
 
 def _is_large(tensor: Tensor) -> bool:
     """Whether a tensor is summed by rows: on a CPU, and large."""
-    return tensor.numel() >= _LEAST_NUMEL and tensor.device.type == "cpu" and tensor.dtype in _BY_ROWS
+    least = _LEAST_NUMEL.get(tensor.dtype)
+    return least is not None and tensor.numel() >= least and tensor.device.type == "cpu"
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor:
