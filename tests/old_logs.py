@@ -15,7 +15,7 @@ from trainer_plugin.backtest.logs import read_log
 # mlcommons/training, small_llm_moe_pretraining/primus/rcp_logs/gbs64/run_1.log, steps 800 to 979.
 # sail-sg/Adan, NLP/BERT/exp_results/pretrain/hydra_train-adan.log, steps 95000 to 110000.
 # openai/parameter-golf, models/Behemoth/8gpu-runs/logs_v8.txt, whole.
-REAL = {name: Path(__file__).parent / "logs" / f"{name}.csv"
+REAL = {name: Path(__file__).parent / "excerpts" / f"{name}.csv"
         for name in ("gptoss20b_spike", "bert_base_loss_scale", "pgolf_nan")}  # fmt: skip
 
 # Step, loss, gradient norm, learning rate: floats of 32 bits, which is what an event file keeps.

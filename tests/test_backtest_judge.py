@@ -66,12 +66,7 @@ def test_events_are_those_of_the_monitor(tmp_path):
     monitor = Monitor(options().detection)
     said = []
     for place, loss in enumerate(losses):
-        signals = Signals(
-            step=place + 1, loss=float(loss), grad_norm=None, layer_grad_norms={}, clip_coefficient=1.0, surge=False,
-            withheld=None, amp_loss_scale=None, learning_rates=(), step_seconds=1.0, data_wait_seconds=0.0,
-            data_position=None,
-        )  # fmt: skip
-        said += monitor.update(signals)[1]
+        said += monitor.update(Signals(step=place + 1, loss=float(loss), grad_norm=None))[1]
     assert [(e.step, e.detector, e.signal, e.value) for e in found.events] == [
         (v.step, v.detector, v.signal, v.value) for v in said
     ]

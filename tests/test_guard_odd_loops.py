@@ -64,6 +64,23 @@ def test_a_bad_step_of_a_closure_is_withheld(make_guard, kind, inside):
     assert guard.page.value("train_steps_skipped_total", "nonfinite") == 1
 
 
+def test_a_closure_is_heard(make_guard, caplog):
+    """A loop in which the guard is asked within the step is not told that no step hook runs."""
+    job = make_guard()
+    for number in range(15):
+
+        def closure(number=number):
+            job.optimizer.zero_grad()
+            loss = loss_of(job.model, number)
+            loss.backward()
+            job.guard.before_optimizer(loss)
+            return loss
+
+        job.optimizer.step(closure)
+        job.guard.end_step()
+    assert "no step hook" not in caplog.text
+
+
 @pytest.mark.parametrize("wrong", [torch.ones(2), "high", [1.0], object()])
 def test_a_loss_that_cannot_be_read_costs_neither_clip_nor_shield(make_guard, wrong):
     """The step has no signals and an error is counted, but a NaN gradient is withheld and a good one clipped."""

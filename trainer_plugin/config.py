@@ -16,11 +16,11 @@ from trainer_plugin.decisions import ActionsConfig, Mode
 from trainer_plugin.detectors import DetectionConfig
 
 
-class _Loader(yaml.SafeLoader):
+class OptionsLoader(yaml.SafeLoader):
     """Safe YAML in which 1e-4 is a number, as YAML 1.2 and everybody who writes learning rates has it."""
 
 
-_Loader.add_implicit_resolver(
+OptionsLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
 )
 
@@ -81,7 +81,7 @@ def read_config(source: "str | Path | Mapping[str, Any] | Config", *, run: str |
     else:
         where = str(source)
         try:
-            values = yaml.load(Path(source).read_text(), Loader=_Loader)  # noqa: S506 - a SafeLoader
+            values = yaml.load(Path(source).read_text(), Loader=OptionsLoader)  # noqa: S506 - a SafeLoader
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
         values = {} if values is None else values

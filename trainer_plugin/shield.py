@@ -21,8 +21,8 @@ class Shield:
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        # How often each optimizer has begun a step, by its id.
-        self.steps_begun = {id(optimizer): 0 for optimizer in optimizers}
+        # How often each optimizer has ended a step, by its id: a closure asks the guard after the step has begun.
+        self.steps_ended = {id(optimizer): 0 for optimizer in optimizers}
         self._bad: Tensor | None = None
         self._is_bad: Callable[[], bool] = bool
         self._optimizers = optimizers
@@ -54,7 +54,6 @@ class Shield:
 
     @untraced
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401 - torch's own hook type
-        self.steps_begun[id(optimizer)] += 1
         self._unflag(optimizer)  # Left over only if the last step raised.
         self._hidden.clear()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -91,6 +90,7 @@ class Shield:
 
     @untraced
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        self.steps_ended[id(optimizer)] += 1
         self._unflag(optimizer)
         self._reveal()
 

@@ -45,7 +45,7 @@ class _Taken:
     loss_mean: str
     rates: tuple[float | None, ...]
     layers: tuple[str, ...]
-    steps_begun: dict[int, int]
+    steps_ended: dict[int, int]
 
 
 class StepReader:
@@ -71,7 +71,8 @@ class StepReader:
         self._layers_read: tuple[tuple[str, ...], Tensor] | None = None
         self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
-        self._unheard_steps = [0 for _ in optimizers]
+        self._steps_ended = dict(self._shield.steps_ended)
+        self._unheard_steps_each = [0 for _ in optimizers]
         self.nonfinite_parameters: list[str] = []
         self.measured = 0
         self.unheard_steps = 0
@@ -118,9 +119,7 @@ class StepReader:
         if layer_values is not None:
             beside.append(layer_values)
         scale = self._unscaling.scale(value.device)
-        row, bad = self._probe.measure(value, limits, scale=scale, beside=beside)
-        if self._shielded:
-            self._shield.arm(bad, row.bad)
+        row = self._measure(value, limits, scale, beside)
         if len(self._taken) == _MOST_TAKEN:
             _log.warning("step %d: end_step is not called: nothing is judged, healed or saved", step)
             self._taken.clear()
@@ -133,7 +132,7 @@ class StepReader:
             loss_mean=self.accumulation.mean,
             rates=tuple(None if isinstance(rate, Tensor) else rate for rate in rates),
             layers=layers,
-            steps_begun=dict(self._shield.steps_begun),
+            steps_ended=self._steps_ended,
         )
         self._taken.append(taken)
         self.measured += 1
@@ -142,9 +141,14 @@ class StepReader:
     def protect(self, limits: Limits) -> None:
         """Clip and shield a step whose loss, or whatever else, could not be read: it has no signals, but a guard."""
         self.unscale_again()
-        row, bad = self._probe.measure(torch.zeros((), device=self._probe.device), limits)
+        self._measure(torch.zeros((), device=self._probe.device), limits, None, [])
+
+    def _measure(self, loss: Tensor, limits: Limits, scale: Tensor | None, beside: list[Tensor]) -> Row:
+        self._steps_ended = dict(self._shield.steps_ended)
+        row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside)
         if self._shielded:
             self._shield.arm(bad, row.bad)
+        return row
 
     def unscale_again(self) -> None:
         """Divide the gradients by AMP's loss scale, unless that was done already in this step."""
@@ -157,8 +161,7 @@ class StepReader:
 
     def settle(self, step: int) -> None:
         """Step number `step` has left the optimizer: measure its layers. Their values go with the next row."""
-        begun = self._taken[-1].steps_begun if self._taken else {}
-        self._unscaling.settle(lambda optimizer: self._shield.steps_begun[id(optimizer)] != begun.get(id(optimizer)))
+        self._unscaling.settle(lambda optimizer: self._has_stepped_since(self._steps_ended, optimizer))
         if self._layer_signals is not None:
             self._layers_read = self._layer_signals.after_optimizer()
             self._layer_signals.listen(step + 1)
@@ -211,22 +214,25 @@ class StepReader:
             self._layer_signals.remove()
 
     def _listen(self, taken: _Taken, *, finite: bool) -> None:
-        """Count the good steps in a row that an optimizer has not begun, as far as its hooks tell; say so once."""
+        """Count the good steps in a row that an optimizer has not made, as far as its hooks tell; say so once."""
         if not finite:  # At an overflow the scaler leaves the optimizer out by itself.
             return
         for number, optimizer in enumerate(self._optimizers):
-            begun = self._shield.steps_begun[id(optimizer)] != taken.steps_begun[id(optimizer)]
-            self._unheard_steps[number] = 0 if begun else self._unheard_steps[number] + 1
-        self.unheard_steps = min(self._unheard_steps)
-        if self.unheard_steps == _UNHEARD_STEPS or _UNHEARD_STEPS_OF_ONE in self._unheard_steps:
+            heard = self._has_stepped_since(taken.steps_ended, optimizer)
+            self._unheard_steps_each[number] = 0 if heard else self._unheard_steps_each[number] + 1
+        self.unheard_steps = min(self._unheard_steps_each)
+        if self.unheard_steps == _UNHEARD_STEPS or _UNHEARD_STEPS_OF_ONE in self._unheard_steps_each:
             whose = "the optimizer" if self.unheard_steps else "one of the optimizers"
             _log.warning(
                 "step %d: for %d steps no step hook of %s has run: nothing is shielded, and the "
                 "learning rate cannot be lowered; is it this optimizer that steps, and through its own `step`?",
                 taken.step,
-                max(self._unheard_steps),
+                max(self._unheard_steps_each),
                 whose,
             )
+
+    def _has_stepped_since(self, steps_ended: dict[int, int], optimizer: Optimizer) -> bool:
+        return self._shield.steps_ended[id(optimizer)] != steps_ended[id(optimizer)]
 
     def _withheld(self, values: RowValues) -> str | None:
         """Why no update came of a step, if none did."""

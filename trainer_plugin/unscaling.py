@@ -42,26 +42,25 @@ class Unscaling:
                 self._reset(optimizer)
             self._ours.clear()
         for optimizer in self._optimizers:
-            gradient = next((p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None), None)
-            if gradient is None:
+            gradients = _gradients(optimizer)
+            if not gradients:  # The scaler would complain.
                 continue
-            scale = self.scale(gradient.device)
+            scale = self._scaler.scale(torch.ones((), device=gradients[0].device))
             try:
                 self._scaler.unscale_(optimizer)
             except RuntimeError as error:
                 if "already been called" not in str(error):
                     raise
             else:
-                self._ours.append((optimizer, scale if scale is not None else torch.ones(())))
+                self._ours.append((optimizer, scale))
 
+    @torch.no_grad()
     def settle(self, has_stepped: Callable[[Optimizer], bool]) -> None:
         """At the boundary: give the gradients of an optimizer that has not stepped their scale back."""
         for optimizer, scale in self._ours:
             if not has_stepped(optimizer):
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(scale.to(parameter.grad.device))
+                for gradient in _gradients(optimizer):
+                    gradient.mul_(scale.to(gradient.device))
                 self._reset(optimizer)
         self._ours.clear()
 
@@ -71,3 +70,7 @@ class Unscaling:
         if state is not None and state["stage"].name == "UNSCALED":
             state["stage"] = type(state["stage"]).READY
             state["found_inf_per_device"] = {}
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -128,11 +128,7 @@ def backtest(path, detection):
 
 def signals(step, loss, grad_norm=None, lr=None):
     """What a log tells of a step."""
-    return Signals(
-        step=step, loss=loss, grad_norm=grad_norm, layer_grad_norms={}, clip_coefficient=1.0, surge=False,
-        withheld=None, amp_loss_scale=None, learning_rates=() if lr is None else (lr,), step_seconds=1.0,
-        data_wait_seconds=0.0, data_position=None,
-    )  # fmt: skip
+    return Signals(step=step, loss=loss, grad_norm=grad_norm, learning_rates=() if lr is None else (lr,))
 
 
 def print_curves(folder, out):

@@ -15,7 +15,7 @@ from trainer_plugin.backtest.notes import printable
 from trainer_plugin.backtest.plot import KINDS, Plot
 from trainer_plugin.backtest.sweep import Combination, combinations, sweep_table, with_values
 from trainer_plugin.backtest.table import table
-from trainer_plugin.config import Config, _Loader, read_config
+from trainer_plugin.config import Config, OptionsLoader, read_config
 
 # What YAML's loader raises on what it cannot make a value of.
 _NOT_YAML = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -61,7 +61,7 @@ def _read_config(path: Path | None) -> Config:
 def _parse(text: str) -> Any:  # noqa: ANN401 - any value
     """A value as guard.yaml's reader understands it."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=OptionsLoader)  # noqa: S506 - a SafeLoader
     except _NOT_YAML as error:
         raise ValueError(f"a YAML value wanted, found {text[:60]!r}") from error
 

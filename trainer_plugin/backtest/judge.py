@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from trainer_plugin.backtest.judged import Deed, Event, FoundIncident, Judged
+from trainer_plugin.backtest.judged import Event, FoundIncident, Judged, WouldDo
 from trainer_plugin.backtest.logs import Log
 from trainer_plugin.backtest.notes import printable
 from trainer_plugin.backtest.rows import LogRow
@@ -51,19 +51,19 @@ def judge(
     """
     judged = Judged(path=printable(str(log.path)), format=log.format)
     steps = 0
-    bench: _Bench | None = None
-    cases: list[_Case] = []
+    run_judge: _RunJudge | None = None
+    cases: list[_LoggedIncident] = []
     for row in log:
-        if bench is None or row.run != bench.run:
-            bench = _Bench(options, judged, cases, row.run, most_events)
-        bench.hear(row)
+        if run_judge is None or row.run != run_judge.run:
+            run_judge = _RunJudge(options, judged, cases, row.run, most_events)
+        run_judge.hear(row)
         if watch is not None:
             watch(row)
         steps += 1
         if steps % PROGRESS_STEPS == 0 and tell is not None:
             tell(steps)
     judged.steps = steps
-    judged.runs = bench.run if bench is not None else 0
+    judged.runs = run_judge.run if run_judge is not None else 0
     judged.notes = [printable(note) for note in log.notes]
     if judged.events_left_out:
         judged.notes.append(
@@ -74,18 +74,20 @@ def judge(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Case:
+class _LoggedIncident:
     """An incident, the run it is in, and the last step after which something would have been done about it."""
 
     incident: Incident
     run: int
-    last_deed_step: int = 0
+    last_action_step: int = 0
 
 
-class _Bench:
+class _RunJudge:
     """Detectors and policy of one run of a log; what they find goes into `judged` and `cases`."""
 
-    def __init__(self, options: Options, judged: Judged, cases: list[_Case], run: int, most_events: int) -> None:
+    def __init__(
+        self, options: Options, judged: Judged, cases: list[_LoggedIncident], run: int, most_events: int
+    ) -> None:
         self.run = run
         self._cases = cases
         self._most_events = most_events
@@ -125,7 +127,7 @@ class _Bench:
         policy.observe(signals, self._monitor.readings(), verdicts, weights_finite=True, steps_total=self._steps_total)
         incident = policy.open_incident
         if incident is not None and incident is not before:
-            self._cases.append(_Case(incident=incident, run=self.run))
+            self._cases.append(_LoggedIncident(incident=incident, run=self.run))
         if incident is None or incident.tried("rollback"):
             return
         if signals.surge:
@@ -185,8 +187,8 @@ class _Bench:
 
     def _keep(self, action: str, step: int, reason: str) -> None:
         # The policy has one open incident at a time: the newest.
-        self._cases[-1].last_deed_step = step
-        self._judged.would_do.append(Deed(step=step, action=action, reason=reason, run=self.run))
+        self._cases[-1].last_action_step = step
+        self._judged.would_do.append(WouldDo(step=step, action=action, reason=reason, run=self.run))
 
 
 def _signals(row: LogRow) -> Signals:
@@ -205,12 +207,12 @@ def _signals(row: LogRow) -> Signals:
     )
 
 
-def _told(case: _Case) -> FoundIncident:
+def _told(case: _LoggedIncident) -> FoundIncident:
     incident = case.incident
     return FoundIncident(
         first_step=incident.first_step,
         detected_step=incident.detected_step,
-        last_step=max(incident.last_step, case.last_deed_step),
+        last_step=max(incident.last_step, case.last_action_step),
         class_=incident.class_,
         evidence=incident.evidence,
         run=case.run,

@@ -25,7 +25,7 @@ class FoundIncident(msgspec.Struct, frozen=True, kw_only=True, rename={"class_":
     run: int
 
 
-class Deed(msgspec.Struct, frozen=True, kw_only=True):
+class WouldDo(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy would have done after a step, and why."""
 
     step: int
@@ -48,4 +48,4 @@ class Judged(msgspec.Struct, kw_only=True):
     events: list[Event] = msgspec.field(default_factory=list)
     events_left_out: int = 0
     incidents: list[FoundIncident] = msgspec.field(default_factory=list)
-    would_do: list[Deed] = msgspec.field(default_factory=list)
+    would_do: list[WouldDo] = msgspec.field(default_factory=list)
