@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import sys
+import threading
 
 import msgspec
 import pytest
@@ -165,6 +167,27 @@ def test_a_save_during_a_save_is_left_out(make):
         assert not checkpoints.wait(0.0)
     assert checkpoints.wait(8.0)
     assert steps(checkpoints) == [10]
+
+
+def test_an_interrupt_while_the_writer_starts_loses_nothing(make):
+    """Ctrl-C inside `save`: the write that has begun ends, is waited for, and the next one is taken."""
+
+    def interrupt(frame, _event, _value) -> None:
+        if frame.f_code is threading.Event.wait.__code__:  # Where a starting thread is waited for.
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    checkpoints = make()
+    before = sys.gettrace()
+    try:
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(snapshot(10), 10)
+    finally:
+        sys.settrace(before)
+    assert checkpoints.wait(8.0)
+    save(checkpoints, 20)
+    assert steps(checkpoints) == [20, 10]
 
 
 def test_a_folder_that_cannot_be_is_told_at_the_start(make, tmp_path):

@@ -5,13 +5,11 @@ the shared one; it is a rollback target when both hold it whole. Where one tier 
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
 import msgspec
 import torch
@@ -19,8 +17,8 @@ import torch
 from trainer_plugin.manifest import File, Manifest
 from trainer_plugin.state import Snapshot
 from trainer_plugin.tier import Tier
+from trainer_plugin.time_limit import within
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 # A tier that takes longer than this to check a checkpoint (and its bytes at that rate) hangs.
 _CHECK_SECONDS = 30.0
@@ -95,7 +93,8 @@ class Checkpoints:
         self.lineage = Lineage()
         self.proven_step = -1
         self.suspect: list[tuple[int, int]] = []
-        self._writer: threading.Thread | None = None
+        self._written = threading.Event()
+        self._written.set()
 
     def open(self) -> None:
         """Make the folders, remove what a killed job left half-done, and find the checkpoints that are whole.
@@ -121,21 +120,28 @@ class Checkpoints:
 
     def save(self, snapshot: Snapshot, step: int, kind: str = "periodic") -> bool:
         """Write a snapshot in the background; False if the last one is still being written (it is then left out)."""
-        if self._writer is not None and self._writer.is_alive():
+        if not self._written.is_set():
             return False
         branch = self.lineage.branch
-        self._writer = threading.Thread(
-            target=self._write, args=(snapshot, step, branch, kind), name="checkpoint-writer", daemon=True
-        )
-        self._writer.start()
+
+        def write() -> None:
+            try:
+                self._write(snapshot, step, branch, kind)
+            finally:
+                self._written.set()
+
+        writer = threading.Thread(target=write, name="checkpoint-writer", daemon=True)
+        self._written.clear()
+        try:
+            writer.start()
+        except RuntimeError:  # No more threads. An interrupt in here leaves the writer at work, and is not caught.
+            self._written.set()
+            raise
         return True
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False if that takes longer."""
-        if self._writer is not None:
-            self._writer.join(timeout_seconds)
-            return not self._writer.is_alive()
-        return True
+        return self._written.wait(timeout_seconds)
 
     def newest_step(self, tier_name: str) -> int:
         """Step of the newest whole and finite checkpoint of the live branch in a tier; -1 if there is none."""
@@ -178,7 +184,7 @@ class Checkpoints:
         hung: list[Tier] = []
         for tier in self._tiers:
             try:
-                found = _within(seconds, tier.faults, name)
+                found = within(seconds, tier.faults, name)
             except TimeoutError as error:
                 hung.append(tier)
                 problems.append(str(error))
@@ -197,11 +203,11 @@ class Checkpoints:
             if tier in good or tier in hung:
                 continue
             try:
-                _within(seconds, tier.take, good[0], name)
+                within(seconds, tier.take, good[0], name)
             except OSError as error:
                 degraded.append(tier.name)
                 _log.warning("checkpoint of step %d stays damaged in tier %s: %s", checkpoint.step, tier.name, error)
-        snapshot = _within(seconds, good[0].read, name)
+        snapshot = within(seconds, good[0].read, name)
         return Loaded(manifest=checkpoint, snapshot=snapshot, tier=good[0].name, degraded=tuple(degraded))
 
     def _write(self, snapshot: Snapshot, step: int, branch: int, kind: str) -> None:
@@ -267,28 +273,3 @@ class Checkpoints:
 
     def _known(self) -> list[Manifest]:
         return list({name: m for tier in self._tiers for name, m in list(tier.whole.items())}.values())
-
-
-def _within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
-    """What `work` returns, done in a thread that is left behind if it takes longer: a file system may hang for ever.
-
-    Raises:
-        TimeoutError: it took longer.
-        Exception: whatever `work` raised.
-    """
-    done: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((work(*arguments), None))
-        except Exception as error:  # noqa: BLE001 - handed over
-            done.put((None, error))
-
-    threading.Thread(target=run, name="checkpoint-reader", daemon=True).start()
-    try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s from {work}") from None
-    if error is not None:
-        raise error
-    return cast("_T", result)

@@ -168,15 +168,16 @@ class Parts:
         self.stop_signals.install()
 
     def close(self) -> None:
-        """Finish writing, take the hooks off, and leave the run folder."""
-        self.stop_signals.remove()
-        self.checkpoints.wait(_WRITER_SECONDS)
-        self.reader.remove()
-        self.learning_rate.remove()
-        self.endpoint.close()
-        self.save_state()
-        self.loop.stop()
-        self.folder.lock.release()
+        """Finish writing, take the hooks off, and leave the run folder: each of them, even if one fails."""
+        with ExitStack() as undo:  # The last one first.
+            undo.callback(self.folder.lock.release)
+            undo.callback(self.loop.stop)
+            undo.callback(self.save_state)
+            undo.callback(self.endpoint.close)
+            undo.callback(self.learning_rate.remove)
+            undo.callback(self.reader.remove)
+            undo.callback(self.checkpoints.wait, _WRITER_SECONDS)
+            undo.callback(self.stop_signals.remove)
 
     def save_state(self) -> None:
         """Write what never rewinds, as it is now, in the background."""

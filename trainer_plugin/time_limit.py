@@ -1,0 +1,33 @@
+"""Work that may hang for ever, given so many seconds: a shared file system must not take the training with it."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+_T = TypeVar("_T")
+
+
+def within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
+    """What `work` returns, done in a thread that is left behind if it takes longer: a file system may hang for ever.
+
+    Raises:
+        TimeoutError: it took longer.
+        Exception: whatever `work` raised.
+    """
+    done: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((work(*arguments), None))
+        except Exception as error:  # noqa: BLE001 - handed over
+            done.put((None, error))
+
+    threading.Thread(target=run, name="time-limit", daemon=True).start()
+    try:
+        result, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s from {work}") from None
+    if error is not None:
+        raise error
+    return cast("_T", result)
