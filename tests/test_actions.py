@@ -7,11 +7,12 @@ import torch
 from training import Batches, equal, tiny_model
 
 from trainer_plugin.actions import Actions, ClipLimit
-from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig
+from trainer_plugin.checkpoints import Checkpoints
 from trainer_plugin.data import Data
 from trainer_plugin.decisions import ActionsConfig, Decision, Moment
 from trainer_plugin.incidents import Incident
 from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.retention import CheckpointsConfig
 from trainer_plugin.state import TrainingState
 
 MOMENT = Moment(step=40, steps_total=40, now=1.0, loop_up=False)

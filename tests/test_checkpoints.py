@@ -11,7 +11,8 @@ import torch
 from training import snapshot
 
 from trainer_plugin import manifest
-from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig, Lineage
+from trainer_plugin.checkpoints import Checkpoints
+from trainer_plugin.retention import CheckpointsConfig, Lineage
 from trainer_plugin.state import Snapshot
 
 

@@ -73,3 +73,13 @@ def test_its_state_goes_back():
     assert second.update(600, (1e-3,)) is None
     assert second.update(800, (2e-3,)) == "planned"
     assert second.state_dict() != first.state_dict()
+
+
+def test_a_planned_step_is_announced_once_in_any_log():
+    """Crossing it is told at the first step from there on, in a log of every 50th too, and again after going back."""
+    continuity = Continuity(gap_steps=2000, window=128, planned=(300, 120))
+    assert [step for step in range(400) if continuity.update(step, ()) == "announced"] == [120, 300]
+    assert continuity.update(290, ()) == "announced"
+    assert continuity.update(300, ()) == "announced"
+    sampled = Continuity(gap_steps=2000, window=128, planned=[120])
+    assert [step for step in range(0, 400, 50) if sampled.update(step, ()) == "announced"] == [150]

@@ -24,8 +24,8 @@ MAX_LINES = 300
 ORDER = (
     # Plain numbers: no torch.
     "signals", "detectors", "ordered_window", "tail", "robust", "drift", "level", "oscillation", "loss_scale",
-    "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state", "alerts",
-    "policy", "data", "manifest", "time_limit",
+    "nonfinite", "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state",
+    "alerts", "policy", "data", "manifest", "retention", "time_limit",
     # Torch, and no policy.
     "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
     "schedule", "faults", "tensor_files", "state", "tier", "checkpoints",
@@ -228,3 +228,9 @@ def test_every_test_says_what_is_true():
                 said = ast.get_docstring(node)
                 assert said, f"{name_of(path)}: {node.name}"
                 assert said.endswith("."), f"{name_of(path)}: {node.name}"
+
+
+def test_the_command_line_imports_no_torch():
+    """What reads old logs answers at once, and on hosts without torch; `Guard` is there all the same."""
+    code = "import sys, trainer_plugin.__main__; assert 'torch' not in sys.modules; import trainer_plugin as t; t.Guard"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -374,3 +374,15 @@ def test_the_state_stays_small():
     run = Run().calm(6000)
     state = json.dumps(run.monitor.state_dict())
     assert len(state.split(",")) < 1000
+
+
+@pytest.mark.parametrize("level", [2.2, 3.0, 1.6])
+def test_a_planned_change_of_the_data_is_no_incident_and_a_spike_after_it_is(level):
+    """From a step that the user has named the level is another one, for good; without his word it is a fault."""
+    planned = Run(DetectionConfig(warmup_steps=WARM, planned_change_steps=(WARM + 301,))).calm(WARM + 300)
+    planned.calm(1500, level=level)
+    assert planned.acting() == []
+    planned.show(1.5 * level)
+    assert planned.acting() == [(planned.step, "robust", "loss")]
+    unplanned = Run().calm(WARM + 300).calm(300, level=level)
+    assert bool(unplanned.acting()) is (level > 2.0)

@@ -14,8 +14,9 @@ import torch
 from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
 
 from trainer_plugin import manifest
-from trainer_plugin.checkpoints import Checkpoints, CheckpointsConfig
+from trainer_plugin.checkpoints import Checkpoints
 from trainer_plugin.guard import Guard
+from trainer_plugin.retention import CheckpointsConfig
 from trainer_plugin.run_folder import RunInUseError
 
 PROGRAM = Path(__file__).with_name("training.py")

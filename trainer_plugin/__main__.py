@@ -10,9 +10,7 @@ from typing import Any
 
 from trainer_plugin.backtest.command import run_backtest
 from trainer_plugin.backtest.notes import printable
-from trainer_plugin.demo.run import run_demo
 from trainer_plugin.demo.scenarios import SCENARIOS
-from trainer_plugin.run_folder import RunInUseError
 
 _DEMO_EXAMPLE = """example:
   python -m trainer_plugin demo --scenario sustained --json demo.json
@@ -37,7 +35,7 @@ def cli(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
-    except (ValueError, RunInUseError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"trainer_plugin: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -46,15 +44,22 @@ def cli(arguments: Sequence[str]) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    return run_demo(
-        scenario_name=options.scenario,
-        steps=options.steps,
-        seed=options.seed,
-        out=options.out,
-        local_only=options.local_only,
-        json_path=options.json,
-        config_path=options.config,
-    )
+    # Here, because torch takes seconds to import, and the other commands do without it.
+    from trainer_plugin.demo.run import run_demo  # noqa: PLC0415
+    from trainer_plugin.run_folder import RunInUseError  # noqa: PLC0415
+
+    try:
+        return run_demo(
+            scenario_name=options.scenario,
+            steps=options.steps,
+            seed=options.seed,
+            out=options.out,
+            local_only=options.local_only,
+            json_path=options.json,
+            config_path=options.config,
+        )
+    except RunInUseError as error:
+        raise ValueError(str(error)) from error
 
 
 def _backtest(options: argparse.Namespace) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from trainer_plugin.manifest import File, Manifest
+from trainer_plugin.retention import CheckpointsConfig, Lineage
 from trainer_plugin.state import Snapshot
 from trainer_plugin.tier import Tier
 from trainer_plugin.time_limit import within
@@ -23,48 +23,6 @@ _log = logging.getLogger(__name__)
 # A tier that takes longer than this to check a checkpoint (and its bytes at that rate) hangs.
 _CHECK_SECONDS = 30.0
 _CHECK_BYTES_PER_SECOND = 50e6
-
-
-class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints:` of guard.yaml. `every` is in steps; the number kept per tier counts periodic ones."""
-
-    local: str = "checkpoints/local"
-    shared: str = "checkpoints/shared"
-    every: int = 1000
-    keep_local: int = 2
-    keep_shared: int = 5
-    proof_steps: int = 50
-
-    def __post_init__(self) -> None:
-        for name in ("every", "keep_local", "keep_shared"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, found {getattr(self, name)}")
-        if self.proof_steps < 0:
-            raise ValueError(f"`proof_steps` must be at least 0, found {self.proof_steps}")
-        if Path(self.local).absolute() == Path(self.shared).absolute():
-            raise ValueError(f"`local` and `shared` must be two folders, found {self.local!r} twice")
-
-
-class Lineage(msgspec.Struct, kw_only=True):
-    """Which steps belong to the weights of today: `began_at[n]` is the step from which branch n went on.
-
-    A rollback begins a branch. What an earlier branch saved beyond the point where a later one left it is abandoned.
-    """
-
-    began_at: list[int] = msgspec.field(default_factory=lambda: [0])
-
-    @property
-    def branch(self) -> int:
-        """The branch that is being trained."""
-        return len(self.began_at) - 1
-
-    def begin(self, step: int) -> None:
-        """Go on from a checkpoint at `step` in a new branch."""
-        self.began_at.append(step)
-
-    def live(self, checkpoint: Manifest) -> bool:
-        """Whether today's weights came through this checkpoint."""
-        return all(checkpoint.step <= step for step in self.began_at[checkpoint.branch + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from exporter.runs import valid_run_name
 from trainer_plugin.budget import BudgetConfig
-from trainer_plugin.checkpoints import CheckpointsConfig
 from trainer_plugin.decisions import ActionsConfig, Mode
 from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.retention import CheckpointsConfig
 
 
 class OptionsLoader(yaml.SafeLoader):

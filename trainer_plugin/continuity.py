@@ -1,6 +1,8 @@
 """Continuity: whether a step goes on from the one before it, and whether what comes was planned. Pure."""
 
 import math
+from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Any
 
 # A log that misses some lines still goes on; one that misses so many is about another stretch of the run.
@@ -15,12 +17,14 @@ class Continuity:
     """Knows the last step, the usual distance between two and the last learning rates.
 
     A baseline is of its place in the run. Further on than `gap_steps`, or back by more than `window` values without
-    the state of that place, it is another one.
+    the state of that place, it is another one. `planned` are steps from which on, by the user's word, the data or the
+    batches are others.
     """
 
-    def __init__(self, *, gap_steps: int, window: int) -> None:
+    def __init__(self, *, gap_steps: int, window: int, planned: Iterable[int] = ()) -> None:
         self._gap_steps = gap_steps
         self._window = window
+        self._planned_steps = sorted(planned)
         self._step: int | None = None
         self._interval_steps = 1
         # The lowest rate of the present block of values and of the one before; infinite for none.
@@ -30,16 +34,23 @@ class Continuity:
     def update(self, step: int, learning_rates: tuple[float, ...]) -> str | None:
         """Take in the next step: "elsewhere" if it does not follow the last one, "back" if some steps come again.
 
-        "planned" if the learning rates go up as no schedule does but at its start.
+        "announced" if it is the first after a change that the user has planned, "planned" if the learning rates go up
+        as no schedule does but at its start.
         """
         last, self._step = self._step, step
         elsewhere = last is not None and step - last != self._interval_steps and self._elsewhere(step - last)
-        planned = learning_rates != () and self._planned(learning_rates)
+        planned = learning_rates != () and self._rises(learning_rates)
         if elsewhere:
             return "elsewhere"
+        if last is not None and self._planned_steps and self._announced(last, step):
+            return "announced"
         if last is not None and step < last:
             return "back"
         return "planned" if planned else None
+
+    def _announced(self, last: int, step: int) -> bool:
+        """Whether a planned step lies between the two, whichever of them comes first."""
+        return bisect_right(self._planned_steps, last) != bisect_right(self._planned_steps, step)
 
     def _elsewhere(self, ahead_steps: int) -> bool:
         near = -self._window * self._interval_steps <= ahead_steps <= self._gap_steps
@@ -48,7 +59,7 @@ class Continuity:
             self._interval_steps = ahead_steps
         return not near
 
-    def _planned(self, learning_rates: tuple[float, ...]) -> bool:
+    def _rises(self, learning_rates: tuple[float, ...]) -> bool:
         self._values += 1
         if self._values >= _LR_VALUES:
             self._values, self._low_before, self._low = 0, self._low, math.inf

@@ -13,7 +13,10 @@ import msgspec
 
 
 class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detection:` of guard.yaml. Steps are optimizer steps; ratios are to the outlier-free EMA."""
+    """`detection:` of guard.yaml. Steps are optimizer steps; ratios are to the outlier-free EMA.
+
+    `planned_change_steps` are the first steps of other data or batches: levels are learnt anew from there.
+    """
 
     warmup_steps: int = 500
     ema_alpha: float = 0.99
@@ -32,6 +35,7 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     relearn_steps: int = 2000
     amp_scale_floor: float = 1.0
     amp_scale_ceiling: float = 2.0**24
+    planned_change_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for least, names in _LEAST.items():

@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from torch import nn
-from torch.optim import Optimizer
+if TYPE_CHECKING:  # The command line lists the scenarios without waiting for torch.
+    from torch import nn
+    from torch.optim import Optimizer
 
 Kind = Literal["lr_jump", "grad_scale", "nan_gradient"]
 
@@ -70,7 +71,7 @@ class Faults:
         """
         return self._add(_Fault(kind="nan_gradient", at=at, steps=steps, parameter=parameter))
 
-    def on_gradients(self, model: nn.Module) -> None:
+    def on_gradients(self, model: "nn.Module") -> None:
         """Damage the gradients if it is time. Call it once a step, after `backward`, before anything looks at them.
 
         Raises:
@@ -88,7 +89,7 @@ class Faults:
                 )
             gradients[name][(0,) * gradients[name].dim()] = math.nan
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: "Optimizer") -> None:
         """Raise the learning rates if it is time. Call it right before `optimizer.step()`."""
         self._lrs = [group["lr"] for group in optimizer.param_groups]
         for fault in self._firing("lr_jump"):
@@ -96,7 +97,7 @@ class Faults:
                 # A new value, never in place: the rate may be a tensor that others hold too.
                 group["lr"] = group["lr"] * fault.times
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: "Optimizer") -> None:
         """Put the learning rates back, the very objects, and count the step. Call it right after `optimizer.step()`."""
         if self._lrs is None:
             raise RuntimeError("after_step wanted after before_step, found no step under way")

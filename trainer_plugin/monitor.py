@@ -9,6 +9,7 @@ from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma, Ve
 from trainer_plugin.drift import Drift
 from trainer_plugin.level import Level
 from trainer_plugin.loss_scale import LossScale
+from trainer_plugin.nonfinite import NonFinite
 from trainer_plugin.oscillation import Oscillation
 from trainer_plugin.readings import Readings
 from trainer_plugin.recovery import HighSteps, Recovery
@@ -17,8 +18,6 @@ from trainer_plugin.signals import Signals
 
 # In a log of every nth step a new level must be seen for some lines before it is believed.
 _LEAST_LEVEL_VALUES = 50
-# A scaler halves its scale at most this often before the first step fits; overflows that go on are a fault.
-_SCALE_SEARCH_STEPS = 20
 # A spike that goes on is not one bad batch: to withhold it for ever would be no training at all.
 _MOST_SPIKES_IN_A_ROW = 3
 
@@ -63,18 +62,20 @@ class Monitor:
         self._loss_scale = LossScale(
             floor=config.amp_scale_floor, ceiling=config.amp_scale_ceiling, tell_steps=config.sustained_steps
         )
-        self._overflow_steps = 0
+        self._nonfinite = NonFinite()
         self._spikes_in_a_row = 0
-        self._continuity = Continuity(gap_steps=config.relearn_steps, window=config.robust_window)
+        self._continuity = Continuity(
+            gap_steps=config.relearn_steps, window=config.robust_window, planned=config.planned_change_steps
+        )
         self._loss_high_steps = HighSteps(LOSS_RATIO_LEVELS)
         self._grad_norm_high_steps = HighSteps(GRAD_NORM_RATIO_LEVELS)
-        self._withheld_steps = 0
         self._rewound: dict[str, Any] = {
             "loss_ema": self._loss_ema, "grad_norm_ema": self._grad_norm_ema, "loss_sigma": self._loss_sigma,
             "loss_robust": self._loss_robust, "grad_norm_robust": self._grad_norm_robust, "drift": self._drift,
             "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level,
             "oscillation": self._oscillation, "continuity": self._continuity, "recovery": self._recovery,
             "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale,
+            "nonfinite": self._nonfinite,
             "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
@@ -111,7 +112,8 @@ class Monitor:
         loss, step = signals.loss, signals.step
         grad_norm = math.nan if signals.grad_norm is None else signals.grad_norm
         overflow = signals.withheld == "amp_overflow"  # The scaler's own business: no verdict, nothing learnt.
-        verdicts = self._judge_range(signals, overflow=overflow)
+        verdicts = self._nonfinite.update(signals)
+        scale_verdict = self._loss_scale.update(step, signals.amp_loss_scale)
         change = self._continuity.update(step, signals.learning_rates)
         if change is not None:
             self._meet(change)
@@ -147,23 +149,8 @@ class Monitor:
             self._spikes_in_a_row += 1
         elif loss_verdict is None and math.isfinite(loss):
             self._spikes_in_a_row = 0
-        for verdict in (sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high):
-            if verdict is not None:
-                verdicts.append(verdict)
-        return verdicts
-
-    def _judge_range(self, signals: Signals, *, overflow: bool) -> list[Verdict]:
-        """What needs no baseline: NaN and Inf, AMP's scale, updates withheld in a row."""
-        step, norm, verdicts = signals.step, signals.grad_norm, []
-        self._overflow_steps = self._overflow_steps + 1 if overflow else 0
-        counts = not overflow or self._overflow_steps > _SCALE_SEARCH_STEPS
-        if not math.isfinite(signals.loss):
-            verdicts.append(_nonfinite("loss", step, signals.loss))
-        if norm is not None and not math.isfinite(norm) and counts:
-            verdicts.append(_nonfinite("grad_norm", step, norm))
-        if signals.amp_loss_scale is not None and (said := self._loss_scale.update(step, signals.amp_loss_scale)):
-            verdicts.append(said)
-        self._withheld_steps = self._withheld_steps + 1 if counts and signals.withheld is not None else 0
+        said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
+        verdicts.extend([verdict for verdict in said if verdict is not None])
         return verdicts
 
     def readings(self) -> Readings:
@@ -185,13 +172,16 @@ class Monitor:
             loss_high_steps=self._loss_high_steps.counts.copy(),
             grad_norm_high_steps=self._grad_norm_high_steps.counts.copy(),
             loss_unrecovered_steps=self._recovery.unrecovered_steps,
-            withheld_steps=self._withheld_steps,
+            withheld_steps=self._nonfinite.withheld_steps,
             amp_scale_collapsed=self._loss_scale.collapsed,
         )
 
     def _meet(self, change: str) -> None:
         if change == "elsewhere":
             self._accept_new_level()
+        elif change == "announced":
+            self._accept_new_level()
+            self._forget_levels()
         elif change == "back":
             self._loss_robust.go_back()
             self._grad_norm_robust.go_back()
@@ -253,11 +243,14 @@ class Monitor:
         unrecovered = self._recovery.unrecovered_steps
         if unrecovered >= self._config.relearn_steps and self._recovery.values >= _LEAST_LEVEL_VALUES:
             self._accept_new_level()
-            self._loss_level.forget()
-            self._grad_norm_level.forget()
+            self._forget_levels()
         elif unrecovered == 0 and self._norm_recovery.unrecovered_steps >= self._config.sustained_steps:
             self._accept_new_norm()
             self._grad_norm_level.forget()
+
+    def _forget_levels(self) -> None:
+        self._loss_level.forget()
+        self._grad_norm_level.forget()
 
     def _accept_new_norm(self) -> None:
         self._grad_norm_robust.relearn()
@@ -281,19 +274,11 @@ class Monitor:
         """Everything that rewinds with the weights, as plain numbers."""
         return {
             **{name: part.state_dict() for name, part in self._rewound.items()},
-            "overflow_steps": self._overflow_steps,
             "spikes_in_a_row": self._spikes_in_a_row,
-            "withheld_steps": self._withheld_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
         for name, part in self._rewound.items():
             part.load_state_dict(state[name])
-        self._overflow_steps = state["overflow_steps"]
         self._spikes_in_a_row = state["spikes_in_a_row"]
-        self._withheld_steps = state["withheld_steps"]
-
-
-def _nonfinite(signal: str, step: int, value: float) -> Verdict:
-    return Verdict(detector="nonfinite", signal=signal, step=step, value=value, baseline=math.nan, first_step=step)
