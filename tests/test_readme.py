@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tools import find_tool
 
+from exporter.files import write_files
 from trainer_plugin.__main__ import cli
 from trainer_plugin.config import Config, read_config
 
@@ -43,9 +45,18 @@ def test_the_python_blocks_run(tmp_path):
 
 def test_the_yaml_block_is_a_config_and_states_the_defaults():
     """What the README shows as options is accepted, and each value in it is the default."""
-    (block,) = blocks("yaml")
+    options, _ = blocks("yaml")
 
-    assert read_config(yaml.safe_load(block)) == Config()
+    assert read_config(yaml.safe_load(options)) == Config()
+
+
+def test_prometheus_takes_the_example_for_other_trainers(tmp_path):
+    """The rules lie where the README says, and Prometheus accepts what it shows."""
+    _, config = blocks("yaml")
+    write_files(tmp_path / "monitoring", runs=tmp_path)
+    (tmp_path / "prometheus.yml").write_text(config)
+
+    subprocess.run([find_tool("promtool"), "check", "config", tmp_path / "prometheus.yml"], check=True)
 
 
 @pytest.mark.timeout(30)
