@@ -230,6 +230,7 @@ def test_every_test_says_what_is_true():
                 assert said.endswith("."), f"{name_of(path)}: {node.name}"
 
 
+@pytest.mark.timeout(60)
 def test_the_command_line_imports_no_torch():
     """What reads old logs answers at once, and on hosts without torch; `Guard` is there all the same."""
     code = "import sys, trainer_plugin.__main__; assert 'torch' not in sys.modules; import trainer_plugin as t; t.Guard"
