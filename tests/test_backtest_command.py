@@ -57,15 +57,20 @@ def test_a_plot_is_a_picture(log, tmp_path, kind):
 def test_a_sweep_is_one_line_a_combination(log, tmp_path, capsys):
     """Every combination of the values, with what came of it, as text and as JSON."""
     out = tmp_path / "sweep.json"
-    arguments = ["--sweep", "robust_score=8,1000", "--sweep", "detection.drift_limit=6,1000", "--json", str(out)]
+    arguments = ["--sweep", "robust_score=8,1000", "--sweep", "detection.drift_limit=6,1000"]
+    arguments += ["--sweep", "level_least_ratio=100", "--json", str(out)]
     assert cli(["backtest", str(log), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["robust_score", "drift_limit", "incidents"]
-    assert [line.split()[:3] for line in lines[1:]] == [
-        ["8", "6", "1"], ["8", "1000", "1"], ["1000", "6", "1"], ["1000", "1000", "0"]
+    assert lines[0].split()[:4] == ["robust_score", "drift_limit", "level_least_ratio", "incidents"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["8", "6", "100", "1"], ["8", "1000", "100", "1"], ["1000", "6", "100", "1"], ["1000", "1000", "100", "0"]
     ]  # fmt: skip
     swept = json.loads(out.read_text())["sweep"]
-    assert swept[3]["values"] == {"detection.robust_score": 1000, "detection.drift_limit": 1000}
+    assert swept[3]["values"] == {
+        "detection.robust_score": 1000,
+        "detection.drift_limit": 1000,
+        "detection.level_least_ratio": 100,
+    }
     assert swept[0]["files"][0]["incidents"][0]["detected_step"] == 1001
 
 

@@ -87,10 +87,19 @@ def test_a_loss_that_stays_up_is_one_incident_and_one_rollback(tmp_path):
 
 
 def test_without_a_checkpoint_before_it_there_is_no_rollback(tmp_path):
-    """A fault in the first steps of a log has nowhere to go back to."""
+    """A fault in the first steps of a log has nowhere to go back to, and the user hears that one was wanted."""
     losses = [*calm(20), *[math.nan] * 30]
     found = judged(write(tmp_path / "log.csv", losses, first=5010))
-    assert [deed.action for deed in found.would_do] == ["skip_batch"]
+    assert [deed.action for deed in found.would_do] == ["skip_batch", "note"]
+    assert found.would_do[1].reason == "10 updates withheld in a row: a rollback, but no checkpoint lies before it"
+
+
+def test_a_scale_that_is_one_is_no_scaler(tmp_path):
+    """Some print 1.0 where nothing is scaled: a norm that is not finite is then a fault, and no overflow."""
+    losses, norms = calm(400), [math.nan if 250 <= place < 265 else 1.0 for place in range(400)]
+    for scale, actions in ((1.0, ["skip_batch", "rollback"]), (65536.0, [])):
+        log = write(tmp_path / f"{scale}.csv", losses, norms=norms, scales=[scale] * 400)
+        assert [deed.action for deed in judged(log).would_do] == actions
 
 
 def test_what_is_not_finite_is_withheld_and_leads_back_after_ten(tmp_path):
@@ -204,3 +213,9 @@ def test_a_run_whose_loss_goes_missing_is_a_sick_one(tmp_path):
     path.write_text("step,loss,lr\n" + text)
     found = judged(path)
     assert [(incident.first_step, incident.class_) for incident in found.incidents] == [(601, "numerical")]
+
+
+def test_a_log_says_how_much_of_it_was_judged(tmp_path):
+    """After a warm-up; of a log that begins later in the run, after one full window."""
+    assert judged(write(tmp_path / "whole.csv", calm(400))).steps_judged == 400 - WARM + 1
+    assert judged(write(tmp_path / "part.csv", calm(400), first=9000), warmup_steps=500).steps_judged == 400 - 128

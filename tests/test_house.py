@@ -24,8 +24,8 @@ MAX_LINES = 300
 ORDER = (
     # Plain numbers: no torch.
     "signals", "detectors", "ordered_window", "tail", "robust", "drift", "level", "oscillation", "loss_scale",
-    "nonfinite", "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget", "policy_state",
-    "alerts", "policy", "data", "manifest", "retention", "time_limit",
+    "hard_batches", "nonfinite", "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget",
+    "policy_state", "alerts", "policy", "data", "manifest", "retention", "time_limit",
     # Torch, and no policy.
     "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
     "schedule", "faults", "tensor_files", "state", "tier", "checkpoints",

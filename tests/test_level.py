@@ -149,3 +149,17 @@ def test_healthy_runs_stay_near_their_low(seed):
     rng = np.random.default_rng(seed)
     norms = np.exp(rng.normal(0.0, 0.4, 4000) + 0.7 * np.sin(np.arange(4000) / 300))
     assert acting(calm(seed, 4000), norms=norms.tolist()) == []
+
+
+@pytest.mark.parametrize(("noise", "times"), [(0.1, 2.0), (0.2, 10.0)])
+def test_a_slow_divergence_in_a_noisy_loss_is_found(noise, times):
+    """Noise of a tenth or a fifth of the loss hides no loss that grows for good to a multiple of it."""
+    steps = np.arange(9000)
+    losses = (1.0 + 1.5 * np.exp(-steps / 600)) * (1.0 + noise * np.random.default_rng(0).normal(size=9000))
+    monitor = Monitor(DetectionConfig())
+    said = [monitor.update(signals(step, float(loss)))[1] for step, loss in enumerate(losses[:5000])]
+    assert not any(verdict.detector == "drift" for verdicts in said for verdict in verdicts)
+    losses[5000:] *= times ** np.clip((steps[5000:] - 5000) / 3000, 0.0, 1.0)
+    said = [monitor.update(signals(step, float(losses[step]))) for step in range(5000, 9000)]
+    assert any(verdict.detector == "drift" for _, verdicts in said for verdict in verdicts)
+    assert max(readings.loss_unrecovered_steps for readings, _ in said) >= 200

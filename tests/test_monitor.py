@@ -142,10 +142,12 @@ def test_an_overflow_of_the_scaler_is_no_verdict_and_teaches_nothing(run):
 
 
 def test_updates_withheld_in_a_row_are_counted(run):
-    """The count of withheld updates goes on while they are withheld, and ends with the first that is applied."""
+    """The count of withheld updates goes on while every other one is withheld, and ends with two that are applied."""
     for expected, withheld in enumerate(("nonfinite", "spike", "nonfinite"), 1):
         assert run.show(math.nan, withheld=withheld).readings.withheld_steps == expected
-    assert run.calm(1).readings.withheld_steps == 0
+    assert run.calm(1).readings.withheld_steps == 3
+    assert run.show(math.nan, withheld="nonfinite").readings.withheld_steps == 4
+    assert run.calm(2).readings.withheld_steps == 0
 
 
 def test_spikes_have_two_limits_and_an_end(run):

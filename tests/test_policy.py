@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ QUIET = Readings(
     loss_zscore=0.0, loss_robust_center=2.0, loss_robust_scale=0.05, loss_robust_score=0.0, grad_norm_robust_center=1.0,
     grad_norm_robust_scale=0.1, grad_norm_robust_score=0.0, loss_high_steps=dict.fromkeys((1.2, 1.5, 2.0, 3.0), 0),
     grad_norm_high_steps=dict.fromkeys((3.0, 10.0), 0), loss_unrecovered_steps=0, withheld_steps=0,
-    amp_scale_collapsed=False,
+    amp_scale_collapsed=False, hard_batches=False,
 )  # fmt: skip
 
 
@@ -61,7 +62,17 @@ class Job:
         """The open incident."""
         return self.policy.open_incident
 
-    def see(self, *found, surge=False, withheld=None, weights_finite=True, ratio=1.0, seconds=0.5, collapsed=False):
+    def see(
+        self,
+        *found,
+        surge=False,
+        withheld=None,
+        weights_finite=True,
+        ratio=1.0,
+        seconds=0.5,
+        collapsed=False,
+        hard=False,
+    ):
         """Run one step in which these detectors (`detector:signal`) speak; return incidents opened or healed."""
         self.step += 1
         self.steps_total += 1
@@ -79,7 +90,9 @@ class Job:
             )  # fmt: skip
         return self.policy.observe(
             signals(self.step, 2.0, surge=surge, withheld=withheld),
-            _readings(unrecovered=self.unrecovered, withheld=self.withheld, ratio=ratio, collapsed=collapsed),
+            _readings(
+                unrecovered=self.unrecovered, withheld=self.withheld, ratio=ratio, collapsed=collapsed, hard=hard
+            ),
             verdicts,
             weights_finite=weights_finite,
             steps_total=self.steps_total,
@@ -132,10 +145,10 @@ class Job:
         return self
 
 
-def _readings(*, unrecovered, withheld, ratio, collapsed=False):
+def _readings(*, unrecovered, withheld, ratio, collapsed=False, hard=False):
     changed = {name: getattr(QUIET, name) for name in Readings.__struct_fields__}
     changed |= {"loss_unrecovered_steps": unrecovered, "withheld_steps": withheld, "grad_norm_ema_ratio": ratio}
-    changed["amp_scale_collapsed"] = collapsed
+    changed |= {"amp_scale_collapsed": collapsed, "hard_batches": hard}
     changed["loss_high_steps"] = dict.fromkeys((1.2, 1.5, 2.0, 3.0), unrecovered)
     return Readings(**changed)
 
@@ -775,6 +788,39 @@ def test_an_incident_opens_at_the_earliest_onset(job):
         signals(1002, 9.0), readings, verdicts, weights_finite=True, steps_total=1002
     )  # fmt: skip
     assert (incident.first_step, incident.detected_step, incident.before_step) == (998, 1002, 997)
+
+
+def test_hard_batches_keep_no_incident_open_and_open_none(job):
+    """Every tenth batch of a kind that is known to be hard is no sign; a loss that stays away still is."""
+    job.see("robust:loss")
+    assert job.incident is not None
+    for step in range(HEALED_STEPS + 1):
+        if step % 10 == 0:
+            job.unrecovered = 0
+        job.see(*(["robust:loss"] if step % 10 == 0 else []), hard=True)
+    assert job.incident is None
+    job.unrecovered = 0
+    job.see("robust:loss", hard=True)
+    assert job.incident is None
+    job.see("robust:loss", hard=False)
+    assert job.incident is not None
+
+
+def test_a_lower_rate_that_has_to_be_repeated_comes_ever_more_rarely(job):
+    """Each cut of the rate that did not keep for twice its time doubles the time until the next."""
+    job.loop_up = False
+    cuts = []
+    for _ in range(4000):
+        job.see("oscillation:loss")
+        job.unrecovered = 0
+        if job.incident.tried("lower_lr"):
+            job.incident.healed = True
+            continue
+        before = len(job.went)
+        job.obey()
+        cuts += [job.steps_total] * (len(job.went) - before)
+    waits = [after - before for before, after in pairwise(cuts)]
+    assert [round(wait / COOLDOWN_STEPS) for wait in waits] == [1, 2, 4, 8]
 
 
 def test_old_incidents_are_let_go(job):

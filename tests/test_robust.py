@@ -154,6 +154,24 @@ def test_a_late_return_is_a_verdict_but_nothing_to_undo():
     assert readings.loss_unrecovered_steps == 0
 
 
+def test_a_rise_after_a_steep_fall_is_no_return():
+    """A loss that has fallen fast, as early in training, and then rises by a quarter for good is not back: a fault."""
+    steps = np.arange(2500)
+    values = 3.5 + 4.0 / (1.0 + np.exp((steps - 800) / 60.0)) + np.random.default_rng(0).normal(0.0, 0.03, 2500)
+    values[1200:] *= 1.25
+    said, readings = acting(values)
+    assert said[0].step == 1200
+    assert readings.loss_unrecovered_steps == 1300
+
+
+def test_what_is_printed_to_two_digits_has_no_smaller_deviation():
+    """A loss of 0.15 in hundredths: a step of one hundredth is no outlier, a jump to twice the loss is."""
+    noise = np.random.default_rng(0).normal(0.0, 0.0015, 3000)
+    values = np.round(0.15 + noise, 2)
+    assert steps(robust(), values) == []
+    assert steps(robust(), [*values, 0.3]) == [3000]
+
+
 def test_a_rise_above_where_it_came_from_is_a_fault():
     """A drop hides nothing that is above the level before it."""
     values = 2.5 + np.random.default_rng(0).normal(0.0, 0.03, 1200)

@@ -7,6 +7,7 @@ from exporter.catalog import GRAD_NORM_RATIO_LEVELS, LOSS_RATIO_LEVELS
 from trainer_plugin.continuity import Continuity
 from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma, Verdict
 from trainer_plugin.drift import Drift
+from trainer_plugin.hard_batches import HardBatches
 from trainer_plugin.level import Level
 from trainer_plugin.loss_scale import LossScale
 from trainer_plugin.nonfinite import NonFinite
@@ -18,6 +19,8 @@ from trainer_plugin.signals import Signals
 
 # In a log of every nth step a new level must be seen for some lines before it is believed.
 _LEAST_LEVEL_VALUES = 50
+# A level is a median of 32 values: it wanders by a fifth of their deviation, or more where they hang together.
+_LEVEL_SCORE = 4.0
 # A spike that goes on is not one bad batch: to withhold it for ever would be no training at all.
 _MOST_SPIKES_IN_A_ROW = 3
 
@@ -56,7 +59,10 @@ class Monitor:
         self._drift = Drift("loss", limit=config.drift_limit, least_ratio=config.drift_least_ratio)
         self._loss_level = Level("loss", least_ratio=config.level_least_ratio)
         self._grad_norm_level = Level("grad_norm", least_ratio=config.grad_norm_ratio)
-        self._oscillation = Oscillation("loss", spikes=config.oscillation_spikes, window=config.robust_window)
+        self._oscillation = Oscillation(
+            "loss", spikes=config.oscillation_spikes, window=config.robust_window, least_ratio=config.robust_least_ratio
+        )
+        self._hard_batches = HardBatches()
         self._recovery = Recovery()
         self._norm_recovery = Recovery()
         self._loss_scale = LossScale(
@@ -73,14 +79,21 @@ class Monitor:
             "loss_ema": self._loss_ema, "grad_norm_ema": self._grad_norm_ema, "loss_sigma": self._loss_sigma,
             "loss_robust": self._loss_robust, "grad_norm_robust": self._grad_norm_robust, "drift": self._drift,
             "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level,
-            "oscillation": self._oscillation, "continuity": self._continuity, "recovery": self._recovery,
+            "oscillation": self._oscillation, "continuity": self._continuity, "hard_batches": self._hard_batches,
+            "recovery": self._recovery,
             "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale,
             "nonfinite": self._nonfinite,
             "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
+        self._knows_hard_batches = False
         self._judged = self._loss_ratio = self._grad_norm_ratio = math.nan
         self._loss_score = self._grad_norm_score = math.nan
+
+    @property
+    def warm(self) -> bool:
+        """Whether finite values are judged by now."""
+        return self._loss_robust.warm
 
     @property
     def surge_above(self) -> float:
@@ -131,6 +144,7 @@ class Monitor:
 
         settled = self._recovery.unrecovered_steps == 0 and not overflow
         loss_verdict, drift, oscillation = self._judge_loss(step, loss, judge=settled and warm, learn=settled)
+        self._knows_hard_batches = self._hard_batches.update(loss_verdict)
         left = drift or loss_verdict
         norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and left is None)
         if settled and not (left or norm_verdict or self._norm_recovery.unrecovered_steps):
@@ -174,6 +188,7 @@ class Monitor:
             loss_unrecovered_steps=self._recovery.unrecovered_steps,
             withheld_steps=self._nonfinite.withheld_steps,
             amp_scale_collapsed=self._loss_scale.collapsed,
+            hard_batches=self._knows_hard_batches,
         )
 
     def _meet(self, change: str) -> None:
@@ -207,11 +222,11 @@ class Monitor:
             self._drift.reset()
         if learn and drift is None and spike is None:
             drift = self._loss_level.update(
-                step, loss, center=robust.center, least_rise=self._config.robust_score * robust.scale,
+                step, loss, center=robust.center, least_rise=_LEVEL_SCORE * robust.scale,
                 learn=not robust.dropped, judge=judge and not patient,
             )  # fmt: skip
         if drift is not None:
-            robust.hold(drift.baseline)
+            robust.hold(drift.baseline, drift.value)
         return spike, drift, oscillation
 
     def _judge_norm_level(self, step: int, grad_norm: float) -> Verdict | None:
@@ -223,7 +238,7 @@ class Monitor:
             step, grad_norm, center=robust.center, least_rise=0.0, learn=not robust.dropped, judge=not robust.widened
         )
         if verdict is not None:
-            robust.hold(verdict.baseline)
+            robust.hold(verdict.baseline, verdict.value)
         return verdict
 
     def _count_recoveries(self, step: int, loss: Verdict | None, norm: Verdict | None) -> None:

@@ -24,10 +24,11 @@ class Oscillation:
     themselves.
     """
 
-    def __init__(self, signal: str, *, spikes: int, window: int) -> None:
+    def __init__(self, signal: str, *, spikes: int, window: int, least_ratio: float = 1.0) -> None:
         self._signal = signal
         self._spikes = spikes
         self._window = window
+        self._least_rise = least_ratio - 1.0
         self._seen = 0
         self._inside = True
         # The step at which an excursion began that is not counted yet, and its values so far.
@@ -50,7 +51,7 @@ class Oscillation:
         if score < _OVER_SCORE:
             self._inside, self._begun = True, None
             return None
-        if score > _SPIKE_SCORE and self._inside:
+        if score > _SPIKE_SCORE and self._inside and value - center > self._least_rise * abs(center):
             self._inside, self._begun, self._values = False, step, 0
         self._values += 1
         least = _LEAST_VALUES if self._tail_ratio < _HEAVY_TAIL else _LEAST_VALUES + 1

@@ -29,8 +29,8 @@ from trainer_plugin.signals import Signals
 HEALED_STEPS = 20
 # Updates withheld in a row after which waiting for a better batch is no remedy.
 NO_UPDATES_STEPS = 10
-# Two outliers of the gradient norm within so many steps are no chance.
-TAIL_STEPS = 10
+TAIL_STEPS = 10  # Two outliers of the gradient norm within so many steps are no chance.
+HARD_BATCH_STEPS = 10  # In so many the loss is back for good after a batch of a kind that is known to be hard.
 LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
 
 
@@ -77,6 +77,9 @@ class Policy:
         """Take in one step; return the incidents that opened or healed by it."""
         self._readings, self._weights_finite, self._surged = readings, weights_finite, signals.surge
         acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
+        if readings.hard_batches:
+            acting = [verdict for verdict in acting if verdict.detector != "robust"]
+        back_steps = HARD_BATCH_STEPS if readings.hard_batches else 0
         changed = []
         incident = self.open_incident
         # What was withheld has its remedy already.
@@ -94,7 +97,8 @@ class Policy:
         if signals.surge or signals.withheld == "spike":
             incident.done_in_step(signals, steps_total, outcome="done" if self.mode == "auto" else "observed")
         # A step that was withheld is no good one, but neither does it undo those before it: it reached nothing.
-        if any(verdict.detector != "nonfinite" for verdict in acting) or readings.loss_unrecovered_steps:
+        bad = any(verdict.detector != "nonfinite" for verdict in acting)
+        if bad or readings.loss_unrecovered_steps > back_steps:
             incident.good_steps = 0
         elif not acting and signals.withheld in (None, "amp_overflow") and signals.step > incident.first_step:
             incident.good_steps += 1
@@ -182,10 +186,8 @@ class Policy:
             handled = already_over(command, known)
             if handled is not None:
                 return refuse(*handled)
-            if self.state.cooling(command.action, moment.steps_total, self._budget.cooldown_steps):
-                return refuse(
-                    "refused_cooldown", f"within {self._budget.cooldown_steps} steps of the last {command.action}"
-                )
+            if self._cooling(command.action, moment):
+                return refuse("refused_cooldown", f"the last {command.action} has not had its time yet")
         if command.action == "rollback":
             refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             if refused:
@@ -211,7 +213,7 @@ class Policy:
             wish = self._local("rollback", "weights are not finite", incident, moment)
             # R9: nothing is left to train on, and no way back.
             return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
-        if self._surged and not incident.tried("lower_lr"):
+        if self._surged and not incident.tried("lower_lr") and not self._cooling("lower_lr", moment, patient=False):
             return self._local("lower_lr", "gradient surge", incident, moment)
         slow = self._slow(incident, readings, moment)
         if slow is not None:
@@ -232,12 +234,16 @@ class Policy:
         else:
             self._slow_since = None
             return None
-        if self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps):
+        if self._cooling(action, moment):
             return None
         if self._slow_since is None or moment.now < self._slow_since:  # A clock that was set back begins anew.
             self._slow_since = moment.now
         waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
         return (action, reason) if waited or not moment.loop_up or self.mode != "auto" else None
+
+    def _cooling(self, action: str, moment: Moment, *, patient: bool = True) -> bool:
+        patient = patient and action == "lower_lr"
+        return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps, patient=patient)
 
     @staticmethod
     def _too_fast(incident: Incident, readings: Readings) -> str | None:

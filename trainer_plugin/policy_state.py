@@ -1,5 +1,7 @@
 """What the policy remembers: incidents and rollbacks. It never rewinds: it is kept in the run folder."""
 
+from itertools import pairwise
+
 import msgspec
 
 from trainer_plugin.budget import Rollback
@@ -31,12 +33,19 @@ class PolicyState(msgspec.Struct, kw_only=True):
         self.incidents = [*self.incidents[-KEPT_INCIDENTS:], incident]
         return incident
 
-    def cooling(self, action: str, steps_total: int, cooldown_steps: int) -> bool:
-        """Whether the last remedy of this kind has not had its time yet."""
-        done = [
+    def cooling(self, action: str, steps_total: int, cooldown_steps: int, *, patient: bool = False) -> bool:
+        """Whether the last remedy of this kind has not had its time yet.
+
+        That time is `cooldown_steps`; if `patient`, twice as long after each one that did not keep for twice its time:
+        what has to be repeated on and on is no remedy.
+        """
+        done = sorted(
             remedy.steps_total
             for incident in self.incidents
             for remedy in incident.tried(action)
             if remedy.outcome == "done"
-        ]
-        return bool(done) and steps_total - max(done) < cooldown_steps
+        )
+        wait = cooldown_steps
+        for before, after in pairwise(done):
+            wait = 2 * wait if patient and after - before < 2 * wait else cooldown_steps
+        return bool(done) and steps_total - done[-1] < wait

@@ -24,3 +24,4 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
     loss_unrecovered_steps: int
     withheld_steps: int
     amp_scale_collapsed: bool
+    hard_batches: bool

@@ -5,6 +5,7 @@ Pure: no torch, no clock, no files. R7 of the design; the default that acts.
 
 import math
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 from trainer_plugin.detectors import Verdict
@@ -25,7 +26,9 @@ _DROP_SCORE = 3.0
 # In windows: for so long a return to where the run came from is none of our business, and for so long it is at least
 # no reason to go back. Between them lies what a public run's labels call a data shift: the way back up, 170 values on.
 _SILENT_WINDOWS = 1
-_KNOWN_WINDOWS = 16
+_KNOWN_WINDOWS = 4
+# Back is who has made up all but so much of the drop.
+_BACK_SHARE = 0.25
 
 
 class Robust:
@@ -42,7 +45,7 @@ class Robust:
     A stretch of easier data takes the center down with it, and the return to where the run came from is no fault. So a
     center that has dropped (below its highest of the last 64 values by 3 deviations, and by twice as much as in the 64
     before: a falling loss does not drop) leaves a `reference` behind, and values are scored against that one until the
-    center is back or a window has passed. Up to 16 windows, the return is a verdict, but the level is the old one.
+    center is back or a window has passed. Up to 4 windows, the return is a verdict, but the level is the old one.
     """
 
     # Scores above this, unbroken up to a verdict, belong to the deviation that it found.
@@ -71,6 +74,8 @@ class Robust:
         self._onset: int | None = None
         self._widened = 0
         self._marks: deque[float] = deque(maxlen=_MARKS)
+        # What is printed to two digits differs by a hundredth or not at all: no less is a deviation.
+        self._quantum = 0.0
         self._unmarked = 0
         self._former: float | None = None
         self._former_values = self._silent_values = 0
@@ -148,9 +153,7 @@ class Robust:
             self._take_in(scaled)
         self.scale = self._deviation * tail.ratio
         if not self.warm:
-            self._first_step = step if self._first_step is None else self._first_step
-            enough = len(self._values.ordered) >= self._least_values
-            self.warm = enough and step - self._first_step + 1 >= self._warmup_steps
+            self.warm = self._is_warm(step)
         if self._widened:
             self._widened -= 1
         if former is not None:
@@ -158,9 +161,21 @@ class Robust:
             self._former_values -= 1
             if self._former_values <= 0:
                 self._former = None
-            elif verdict is not None and scaled - former < self.ONSET_SCORE * self.scale:
+            elif verdict is not None and self._is_back(scaled, former):
                 self._go_on_from(former)
         return verdict
+
+    def _is_warm(self, step: int) -> bool:
+        """After warm-up and with enough values; a full window of them where the first steps were not seen."""
+        self._first_step = step if self._first_step is None else self._first_step
+        if step - self._first_step + 1 < self._warmup_steps:
+            return step >= self._warmup_steps and len(self._residuals.ordered) == self._residuals.size
+        return len(self._values.ordered) >= self._least_values
+
+    def _is_back(self, scaled: float, former: float) -> bool:
+        """Whether an outlier is the way back up to where the run came from, and not only higher than it was."""
+        least = former - _BACK_SHARE * (former - self._center)
+        return least < scaled < former + self.ONSET_SCORE * self.scale
 
     def _judge(self, step: int, value: float, score: float) -> Verdict | None:
         self._onset = step if self._onset is None else self._onset
@@ -184,7 +199,7 @@ class Robust:
         if self._log:
             self.center, least = math.exp(center), _LEAST_SCALE_RATIO
         else:
-            self.center, least = center, _LEAST_SCALE_RATIO * abs(center)
+            self.center, least = center, max(_LEAST_SCALE_RATIO * abs(center), self._quantum)
         self._deviation = max(least, spread)
         self._unmarked += 1
         if self._unmarked >= _MARK_VALUES:
@@ -197,6 +212,9 @@ class Robust:
     def _mark(self, center: float) -> None:
         """Mark the center, and tell below what it has dropped and not just gone on falling."""
         self._unmarked = 0
+        if not self._log:
+            steps = [above - below for below, above in pairwise(self._values.ordered) if above > below]
+            self._quantum = min(steps, default=0.0)
         marks = self._marks
         marks.append(center)
         if len(marks) == _MARKS:
@@ -231,10 +249,14 @@ class Robust:
         """Be twice as patient with the next `values`: what comes was planned."""
         self._widened = values
 
-    def hold(self, center: float) -> None:
-        """Judge by this level (or the one before a drop), and go on from it: that now has followed what went wrong."""
-        scaled = math.log(max(center, 1e-30)) if self._log else center
-        self._go_on_from(scaled if self._former is None else max(scaled, self._former))
+    def hold(self, center: float, value: float) -> None:
+        """Judge by this level, and go on from it: that now has followed what went wrong, up to `value`.
+
+        If that is back at the level before a drop, it is that one.
+        """
+        scaled, reached = (math.log(max(one, 1e-30)) if self._log else one for one in (center, value))
+        back = self._former is not None and self._is_back(reached, self._former)
+        self._go_on_from(max(scaled, self._former) if back and self._former is not None else scaled)
 
     def _go_on_from(self, scaled: float) -> None:
         self._center = scaled
@@ -254,11 +276,11 @@ class Robust:
             "warm": self.warm,
             "marks": [*self._marks],
             "unmarked": self._unmarked,
+            "quantum": self._quantum,
             "former": self._former,
             "former_values": [self._silent_values, self._former_values],
             "drop_below": None if self._drop_below == -math.inf else self._drop_below,
-            "center": None if math.isnan(self._center) else self._center,
-            "deviation": None if math.isnan(self._deviation) else self._deviation,
+            "level": [None if math.isnan(one) else one for one in (self._center, self._deviation)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -269,11 +291,10 @@ class Robust:
         self._first_step, self._onset, self._widened = state["first_step"], state["onset"], state["widened"]
         self._marks.clear()
         self._marks.extend(state["marks"])
-        self._unmarked, self._former = state["unmarked"], state["former"]
+        self._unmarked, self._former, self._quantum = state["unmarked"], state["former"], state["quantum"]
         self._silent_values, self._former_values = state["former_values"]
         self._drop_below = -math.inf if state["drop_below"] is None else state["drop_below"]
         self.warm = state["warm"]
-        self._center = math.nan if state["center"] is None else state["center"]
-        self._deviation = math.nan if state["deviation"] is None else state["deviation"]
+        self._center, self._deviation = (math.nan if one is None else one for one in state["level"])
         self.center = math.exp(self._center) if self._log else self._center
         self.scale = self._deviation * self._tail.ratio

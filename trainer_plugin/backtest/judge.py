@@ -113,6 +113,7 @@ class _RunJudge:
         self._last_step = row.step
         signals = _signals(row)
         verdicts = self._monitor.judge(signals)
+        self._judged.steps_judged += self._monitor.warm
         if verdicts or self._policy.open_incident is not None:
             self._decide(signals, verdicts)
 
@@ -173,7 +174,7 @@ class _RunJudge:
             self._policy.record(decision, moment, "done", detail="", to_step=None)
         elif target < 0:
             self._policy.record(decision, moment, "no_target", detail="", to_step=None)
-            return
+            action, reason = "note", f"{reason}: a rollback, but no checkpoint lies before it"
         else:
             self._policy.record(decision, moment, "done", detail="", to_step=target)
             reason = f"{reason}: to step {target}"
@@ -196,7 +197,9 @@ def _signals(row: LogRow) -> Signals:
     norm, scale = row.grad_norm, row.amp_loss_scale
     withheld = None
     if not math.isfinite(row.loss) or (norm is not None and not math.isfinite(norm)):
-        withheld = "amp_overflow" if scale is not None and math.isfinite(row.loss) else "nonfinite"
+        # A scale of 1 does not move: it is what some print where nothing is scaled.
+        scaled = scale is not None and scale != 1.0 and math.isfinite(row.loss)
+        withheld = "amp_overflow" if scaled else "nonfinite"
     return Signals(
         step=row.step,
         loss=row.loss,

@@ -37,12 +37,15 @@ class WouldDo(msgspec.Struct, frozen=True, kw_only=True):
 class Judged(msgspec.Struct, kw_only=True):
     """One log. `steps` is the number of logged ones, `runs` how many runs it holds.
 
+    `steps_judged` are those after a warm-up: in the others nothing finite is judged.
+
     `events_left_out` is how many verdicts came after the most that are kept.
     """
 
     path: str
     format: str
     steps: int = 0
+    steps_judged: int = 0
     runs: int = 0
     notes: list[str] = msgspec.field(default_factory=list)
     events: list[Event] = msgspec.field(default_factory=list)

@@ -14,12 +14,13 @@ def table(judged: Judged) -> str:
 
 def _lines(judged: Judged) -> Iterator[str]:
     several = f", {judged.runs} runs" if judged.runs > 1 else ""
-    yield f"{judged.path}: {judged.format}, {judged.steps} logged steps{several}"
+    yield f"{judged.path}: {judged.format}, {judged.steps} logged steps, {judged.steps_judged} of them judged{several}"
     for note in judged.notes:
         yield f"  note: {note}"
     yield from _detectors(judged.events)
     if not judged.incidents:
-        yield "  no incident"
+        warm_up = "" if judged.steps_judged else ": all of it is warm-up, in which nothing finite is judged"
+        yield f"  no incident{warm_up}"
         return
     yield f"  {'first step':>12} {'detected':>10} {'last step':>10}  class"
     for incident in judged.incidents[:_MOST_ROWS]:
