@@ -129,7 +129,7 @@ def test_a_run_that_jumps_in_warm_up_and_stays_is_found_at_its_end():
     losses = calm(0, 700)
     losses[400:] = 9.0 + np.random.default_rng(1).normal(0.0, 0.03, 300)
     said = acting(losses)
-    assert 500 <= said[0].step <= 532
+    assert 500 <= said[0].step <= 500 + 3 * LOOK_VALUES
     assert 370 <= said[0].first_step <= 416
 
 

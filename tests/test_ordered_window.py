@@ -2,6 +2,8 @@
 
 import random
 
+import numpy as np
+
 from trainer_plugin.ordered_window import OrderedWindow
 
 
@@ -23,3 +25,13 @@ def test_it_is_filled_anew():
     window.add(0.0)
     assert window.values == [1.0, 2.0, 0.0]
     assert window.ordered == [0.0, 1.0, 2.0]
+
+
+def test_the_deviation_is_that_of_noise_that_reaches_as_far():
+    """Right for normal noise, never less than what lies between two kinds of values, and 0 of none."""
+    window = OrderedWindow(4000)
+    assert window.deviation() == 0.0
+    window.fill(np.random.default_rng(0).normal(1.0, 0.5, 4000))
+    assert 0.47 < window.deviation() < 0.53
+    window.fill([0.0] * 3200 + [1.0] * 800)
+    assert window.deviation() > 0.35

@@ -4,6 +4,11 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 
+# How far apart the quartiles and the outer tenths of a normal distribution are, in standard deviations: 2 Phi^-1(3/4)
+# and 2 Phi^-1(9/10). Of two kinds of batches the quartiles may both fall into one; the tenths hold both.
+_QUARTERS = 1.349
+_TENTHS = 2.563
+
 
 class OrderedWindow:
     """The newest `size` numbers; `ordered` holds the same ones, smallest first, and is not to be changed."""
@@ -22,6 +27,14 @@ class OrderedWindow:
         if len(ordered) == self.size:
             del ordered[bisect_left(ordered, newest.popleft())]
         insort(ordered, value)
+
+    def deviation(self) -> float:
+        """The standard deviation of normal noise that reaches as far, by the wider of two ranges; 0 if empty."""
+        ordered, count = self.ordered, len(self.ordered)
+        if not count:
+            return 0.0
+        quarters = (ordered[3 * count // 4] - ordered[count // 4]) / _QUARTERS
+        return max(quarters, (ordered[9 * count // 10] - ordered[count // 10]) / _TENTHS)
 
     @property
     def values(self) -> list[float]:

@@ -30,7 +30,6 @@ HEALED_STEPS = 20
 # Updates withheld in a row after which waiting for a better batch is no remedy.
 NO_UPDATES_STEPS = 10
 TAIL_STEPS = 10  # Two outliers of the gradient norm within so many steps are no chance.
-HARD_BATCH_STEPS = 10  # In so many the loss is back for good after a batch of a kind that is known to be hard.
 LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
 
 
@@ -79,7 +78,7 @@ class Policy:
         acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
         if readings.hard_batches:
             acting = [verdict for verdict in acting if verdict.detector != "robust"]
-        back_steps = HARD_BATCH_STEPS if readings.hard_batches else 0
+        back_steps = HEALED_STEPS if readings.hard_batches else 0
         changed = []
         incident = self.open_incident
         # What was withheld has its remedy already.

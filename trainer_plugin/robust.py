@@ -12,8 +12,6 @@ from trainer_plugin.detectors import Verdict
 from trainer_plugin.ordered_window import OrderedWindow
 from trainer_plugin.tail import Tail
 
-# The distance between the quartiles of a normal distribution in standard deviations: 2 Phi^-1(3/4).
-_QUARTILES = 1.349
 # A window without noise would make every value an outlier: one per mille of the level is no deviation.
 _LEAST_SCALE_RATIO = 1e-3
 # While a planned change has its time to show, the threshold is so much higher.
@@ -36,8 +34,8 @@ class Robust:
 
     Outliers are kept out of every window, so that a second spike is judged like the first. The median is of a quarter
     of `window`: near enough to follow a falling loss. The deviation is that of the values from the medians before
-    them, over the whole of `window`, by the distance between the quartiles: the trend of a falling loss, which shifts
-    them all, does not widen it. Where the run's own tail is heavier than a normal one, the deviation is that of the
+    them, over the whole of `window`, by the distance between quantiles: the trend of a falling loss, which shifts them
+    all, does not widen it. Where the run's own tail is heavier than a normal one, the deviation is that of the
     tail. `log` takes the logarithm first: for a positive, skewed signal such as a gradient norm. `least_ratio` is how
     many times the center a value must be besides: a norm that doubles on one batch is the ordinary tail of a healthy
     run, and a loss that rises by a hundredth is nothing to act upon, however calm it was.
@@ -193,9 +191,7 @@ class Robust:
         self._values.add(scaled)
         half = len(ordered) // 2
         self._center = center = ordered[half] if len(ordered) % 2 else ordered[half - 1] / 2.0 + ordered[half] / 2.0
-        ordered = self._residuals.ordered
-        count = len(ordered)
-        spread = (ordered[3 * count // 4] - ordered[count // 4]) / _QUARTILES if count else 0.0
+        spread = self._residuals.deviation()
         if self._log:
             self.center, least = math.exp(center), _LEAST_SCALE_RATIO
         else:
