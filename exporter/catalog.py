@@ -62,6 +62,7 @@ CATALOG: tuple[Metric, ...] = (
         help="Steps whose update was withheld, or batches left out.",
         labels=(("reason", SKIP_REASONS),),
     ),
+    Metric(name="train_batches_reweighted_total", kind="counter", help="Suspect batches trained on with less weight."),
     Metric(name="train_steps_applied_total", kind="counter", help="Optimizer steps whose update reached the weights."),
     Metric(name="train_steps_withheld", kind="gauge", help="Updates withheld in a row up to now, AMP's own left out."),
     Metric(

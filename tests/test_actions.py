@@ -144,8 +144,8 @@ def test_rollback_brings_all_back(rig):
     assert rig.weight == 30.0
     assert rig.data.position == 30
     assert rig.learning_rate.factor == 0.5
-    # Steps 31 (5 before the first bad one) to 40 (the last one run) had positions 30 to 39.
-    assert (result.quarantine.first, result.quarantine.last, result.quarantine.incident) == (30, 39, 3)
+    # Steps 31 (5 before the first bad one) to 56 (20 after it, 16 of them still to come) have positions 30 to 55.
+    assert (result.quarantine.first, result.quarantine.last, result.quarantine.incident) == (30, 55, 3)
     assert rig.data.quarantine == [result.quarantine]
 
 
@@ -159,7 +159,7 @@ def test_a_bad_sample_costs_its_own_batch_only(rig):
 def test_a_wider_window_is_twice_as_wide(rig):
     """A second rollback to the same place doubles the window."""
     result = rig.apply("rollback", widen=2)
-    assert result.quarantine.first == 25
+    assert (result.quarantine.first, result.quarantine.last) == (25, 75)
 
 
 def test_a_loader_that_cannot_go_back_goes_on_forward(tmp_path):
@@ -209,6 +209,7 @@ def test_no_step_may_follow_when_no_target_loads_whole(rig):
     result = rig.apply("rollback")
     assert (result.outcome, result.stop) == ("failed", True)
     assert result.detail.count("no") == 3
+    assert rig.data.quarantine == []
 
 
 def test_targets_that_do_not_fit_touch_nothing(rig):

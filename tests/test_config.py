@@ -49,6 +49,11 @@ MISTAKES = [
     ({"detection": {"robust_score": 0}}, "`robust_score` must be above 0, found 0"),
     ({"actions": {"clip_max_norm": 0.0}}, "`actions`: `clip_max_norm` must be above 0 or null, found 0.0"),
     ({"actions": {"clip_max_norm": float("nan")}}, "`clip_max_norm` must be above 0 or null, found nan"),
+    (
+        {"actions": {"suspect_data": "drop"}},
+        "`actions.suspect_data`: must be skip or reweight, found 'drop'",
+    ),
+    ({"actions": {"suspect_weight": 0.0}}, "`suspect_weight` must be between 0 and 1, found 0.0"),
     ({"actions": {"lr_factor": 1.0}}, "`lr_factor` must be between 0 and 1, found 1.0"),
     ({"actions": {"alert_grace_seconds": -1}}, "`alert_grace_seconds` must be at least 0, found -1"),
     ({"actions": {"alert_grace_seconds": float("nan")}}, "`alert_grace_seconds` must be at least 0, found nan"),

@@ -95,7 +95,7 @@ def test_a_source_that_cannot_go_back_goes_on_forward():
 def test_quarantined_batches_are_left_out_and_counted():
     """Batches from the first to the last quarantined position are not handed out; the next one tells how many."""
     data = Data(Sampler())
-    data.quarantine.append(quarantine(2, 4))
+    data.quarantine = [quarantine(2, 4)]
     assert [data.next_batch(step) for step in range(1, 5)] == [(0, 0), (1, 0), (5, 3), (6, 0)]
     assert data.position == 7
 
@@ -105,7 +105,7 @@ def test_a_quarantine_does_not_go_back():
     data = Data(Sampler())
     state = data.state_dict()
     draw(data, 6)
-    data.quarantine.append(quarantine(3, 4))
+    data.quarantine = [quarantine(3, 4)]
     data.load_state_dict(state)
     assert draw(data, 6) == [0, 1, 2, 5, 6, 7]
 
@@ -113,40 +113,105 @@ def test_a_quarantine_does_not_go_back():
 def test_a_quarantine_is_about_positions_and_not_about_epochs():
     """The same batch of the next epoch is another position, and is trained on; a whole epoch may be left out."""
     data = Data(Sampler(3))
-    data.quarantine.append(quarantine(1, 1))
+    data.quarantine = [quarantine(1, 1)]
     assert draw(data, 5) == [0, 2, 0, 1, 2]
-    data.quarantine.append(quarantine(6, 30))
+    data.quarantine = [*data.quarantine, quarantine(6, 30)]
     assert data.next_batch(6) == (1, 25)
 
 
-def test_positions_of_steps():
-    """The positions that a stretch of steps was handed are known, quarantined ones apart."""
+def suspect(data, first_step, last_step):
+    """First and last position of the data of these steps, or None."""
+    entry = data.suspect(first_step, last_step, incident=1, reason="test")
+    return entry and (entry.first, entry.last)
+
+
+def test_suspect_data_are_those_of_the_steps():
+    """The positions that a stretch of steps was handed are known, left out ones apart."""
     data = Data(Sampler())
-    data.quarantine.append(quarantine(3, 4))
+    data.quarantine = [quarantine(3, 4)]
     draw(data, 8)
-    assert data.positions(2, 3) == (1, 2)
-    assert data.positions(3, 4) == (2, 5)
-    assert data.positions(-3, 1) == (0, 0)
-    assert data.positions(7, 99) == (8, 9)
-    assert data.positions(50, 60) is None
+    assert suspect(data, 2, 3) == (1, 2)
+    assert suspect(data, 3, 4) == (2, 5)
+    assert suspect(data, -3, 1) == (0, 0)
+    assert suspect(data, 7, 8) == (8, 9)
+    assert suspect(data, 50, 60) is None
 
 
-def test_positions_of_a_step_with_several_batches():
-    """All batches of an accumulated step are its own."""
+def test_suspect_data_of_steps_to_come():
+    """A step that was not run yet will have as many batches as the last one had."""
     data = Data(Sampler())
-    for step in (1, 1, 1, 2, 2, 2):
+    for step in (1, 1, 2, 2, 2, 3, 3, 3):
         data.next_batch(step)
-    assert data.positions(2, 2) == (3, 5)
+    assert suspect(data, 2, 2) == (2, 4)
+    assert suspect(data, 2, 5) == (2, 13)
+    assert suspect(data, 4, 5) is None
 
 
-def test_positions_are_those_of_the_last_run_of_a_step():
+def test_suspect_data_are_those_of_the_last_run_of_a_step():
     """After going back and leaving data out, a step's positions are the ones that it was handed the second time."""
     data = Data(Sampler())
     draw(data, 3)
     state = data.state_dict()
     draw(data, 5, 4)
-    data.quarantine.append(quarantine(3, 6))
+    data.quarantine = [quarantine(3, 6)]
     data.load_state_dict(state)
     draw(data, 2, 4)
-    assert data.positions(4, 4) == (7, 7)
-    assert data.positions(3, 5) == (2, 8)
+    assert suspect(data, 4, 4) == (7, 7)
+    assert suspect(data, 3, 5) == (2, 8)
+
+
+def test_suspect_data_have_the_ids_that_were_told():
+    """What the loop tells belongs to the batch handed out last, and is forgotten where that will come again."""
+    data = Data(Sampler())
+    state = None
+    for step in range(1, 7):
+        state = data.state_dict() if step == 4 else state
+        for half in "ab":
+            data.next_batch(step)
+            data.tell([f"{step}{half}", 7])
+    assert data.suspect(2, 3, incident=1, reason="test").sample_ids == ("2a", "7", "2b", "3a", "3b")
+    data.load_state_dict(state)
+    data.next_batch(4)
+    assert data.suspect(3, 9, incident=1, reason="test").sample_ids == ("3a", "7", "3b")
+
+
+def test_what_goes_on_forward_is_suspect_by_its_ids_only():
+    """Positions of a list mean nothing to the next process; ids do to whoever makes its batches."""
+    data = Data(list(range(10)))
+    draw(data, 4)
+    assert suspect(data, 2, 3) is None
+    data.tell(["x"])
+    assert data.suspect(4, 4, incident=1, reason="test").sample_ids == ("x",)
+    data = Data(list(range(10)))
+    data.quarantine = [quarantine(0, 4)]
+    assert draw(data, 3) == [0, 1, 2]
+
+
+def test_a_source_that_cannot_go_back_says_so_once(caplog):
+    """The first time that it should go back there is a line, with both places; later there is none."""
+    data = Data(list(range(10)))
+    draw(data, 4)
+    for _ in range(2):
+        data.load_state_dict({"position": 2, "source": None})
+    assert [record.getMessage() for record in caplog.records] == [
+        "data cannot go back: it goes on with its batch 4, the weights were at batch 2"
+    ]
+
+
+def test_a_state_of_another_source_is_refused_in_one_line():
+    """What a source makes of a state that is not its own is told as one kind of error."""
+    state = Data(Sampler()).state_dict()
+    with pytest.raises(ValueError, match="data does not take the state that it was saved with: KeyError"):
+        Data(Sampler()).load_state_dict({**state, "source": {"other": 1}})
+
+
+def test_reweighted_data_are_handed_out():
+    """With a weight above 0 nothing is left out; a step with a suspect batch has the weight, any other has 1."""
+    data = Data(Sampler(), suspect_weight=0.25)
+    data.quarantine = [quarantine(3, 4)]
+    weights = []
+    for step in range(1, 5):
+        assert [data.next_batch(step) for _ in range(2)] == [(2 * step - 2, 0), (2 * step - 1, 0)]
+        weights.append(data.weight(step))
+    assert weights == [1.0, 0.25, 0.25, 1.0]
+    assert data.weight(5) == 1.0

@@ -25,7 +25,7 @@ ORDER = (
     # Plain numbers: no torch.
     "signals", "detectors", "ordered_window", "tail", "robust", "drift", "level", "oscillation", "loss_scale",
     "hard_batches", "nonfinite", "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget",
-    "policy_state", "alerts", "policy", "data", "manifest", "retention", "time_limit",
+    "policy_state", "alerts", "policy", "sampler", "source", "data", "manifest", "retention", "time_limit",
     # Torch, and no policy.
     "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
     "schedule", "faults", "tensor_files", "state", "tier", "checkpoints",
@@ -114,7 +114,7 @@ def test_judgement_needs_no_torch(module):
     assert ours(module) <= set(NO_TORCH)
 
 
-@pytest.mark.parametrize("module", ORDER[: ORDER.index("data")])
+@pytest.mark.parametrize("module", ORDER[: ORDER.index("sampler")])
 def test_judgement_has_no_clock_and_no_files(module):
     """What judges a run reads no clock, no file and no environment: it is told all it needs."""
     path = ROOT / "trainer_plugin" / f"{module}.py"

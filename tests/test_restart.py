@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loaders import LoaderJob, assert_equal_but_for_the_start
 from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
 
 from trainer_plugin import manifest
@@ -22,10 +23,10 @@ from trainer_plugin.run_folder import RunInUseError
 PROGRAM = Path(__file__).with_name("training.py")
 
 
-def start(folder: Path, *, pause_at: int, until: int) -> subprocess.Popen:
+def start(folder: Path, *arguments: str, pause_at: int, until: int, program: Path = PROGRAM) -> subprocess.Popen:
     """A job in a process of its own, which waits at a step to be killed."""
     return subprocess.Popen(
-        [sys.executable, PROGRAM, folder, str(pause_at), str(until)],
+        [sys.executable, program, folder, *arguments, str(pause_at), str(until)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -87,6 +88,28 @@ def test_30_and_kill_and_resume_to_60_equals_60_straight(tmp_path):
     for number, state in wanted["optimizer"]["state"].items():
         for name, tensor in state.items():
             assert torch.equal(resumed["optimizer"]["state"][number][name], tensor)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "workers"), [("index", 0), ("index", 2), ("stateful", 0), ("stateful", 2)])
+def test_a_resume_from_a_loader_is_exact(tmp_path, kind, workers):
+    """20 steps and a new guard in the middle of an epoch end as 20 straight ones, to the bit.
+
+    Two micro-batches a step, dropout, fp16 with its scaler, a schedule; five batches are an epoch.
+    """
+    straight = LoaderJob(tmp_path / "straight", kind, workers=workers)
+    straight.run(20)
+    straight.guard.close()
+    wanted = straight.outcome()
+    first = LoaderJob(tmp_path, kind, workers=workers, checkpoints={"every": 9})
+    first.run(12)
+    first.guard.close()
+    resumed = LoaderJob(tmp_path, kind, workers=workers, checkpoints={"every": 9})
+    assert resumed.guard.step == 9
+    resumed.run(20)
+    resumed.guard.close()
+    assert_equal_but_for_the_start(resumed.outcome(), wanted, steps=9)
 
 
 @pytest.mark.live

@@ -14,7 +14,7 @@ from trainer_plugin.learning_rate import LrState
 from trainer_plugin.retention import Lineage
 from trainer_plugin.run_folder import JobFolder, RunInUseError, RunState
 
-ENTRY = Quarantine(first=3, last=9, incident=1, reason="unknown at step 7")
+ENTRY = Quarantine(first=3, last=9, incident=1, reason="unknown at step 7", sample_ids=("a", "b"))
 
 
 @pytest.fixture
@@ -144,7 +144,18 @@ def test_quarantine_comes_back(open_folder):
     folder.add_quarantine(ENTRY)
     folder.add_quarantine(msgspec.structs.replace(ENTRY, incident=2))
     folder.lock.release()
-    assert [entry.incident for entry in open_folder().quarantine] == [1, 2]
+    assert open_folder().quarantine == [ENTRY, msgspec.structs.replace(ENTRY, incident=2)]
+
+
+def test_a_quarantine_of_another_version_is_refused(open_folder):
+    """A line with an unknown schema stops the start and names the file: what it keeps out must not come in unseen."""
+    folder = open_folder()
+    folder.add_quarantine(ENTRY)
+    with (folder.path / "quarantine.jsonl").open("ab") as file:
+        file.write(b'{"schema": 2, "shards": ["a"]}\n')
+    folder.lock.release()
+    with pytest.raises(ValueError, match=r"quarantine.jsonl: schema 2, written by another version; this reads 1"):
+        open_folder()
 
 
 def test_a_torn_line_costs_itself_only(open_folder):

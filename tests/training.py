@@ -53,8 +53,12 @@ class Batches:
         while True:
             self.drawn.append(self.position)
             self.position += 1
-            generator = torch.Generator().manual_seed(self.drawn[-1])
-            yield torch.randn(16, 4, generator=generator)
+            yield self.batch(self.drawn[-1])
+
+    @staticmethod
+    def batch(position: int) -> torch.Tensor:
+        """The batch at a position."""
+        return torch.randn(16, 4, generator=torch.Generator().manual_seed(position))
 
     def state_dict(self) -> dict[str, int]:
         """Where it is."""
@@ -139,11 +143,12 @@ def adamw_job(seed: int = 0, *, dropout: float = 0.0, lr: float = 1e-2, schedule
     """A job on AdamW."""
     model = tiny_model(seed, dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up) if scheduled else None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up) if scheduled else None
     return Job(model=model, optimizer=optimizer, scheduler=scheduler)
 
 
-def _warm_up(step: int) -> float:
+def warm_up(step: int) -> float:
+    """Ten steps up to the full rate."""
     return min(1.0, (step + 1) / 10)
 
 

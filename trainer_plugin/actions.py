@@ -11,7 +11,7 @@ from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.state import TrainingState
 
 _log = logging.getLogger(__name__)
-# R11: the data from 5 steps before the first bad step to 20 after it are suspect.
+# R11: the data from 5 steps before the first bad step to 20 after it are suspect, run already or not.
 SUSPECT_BEFORE_STEPS = 5
 SUSPECT_AFTER_STEPS = 20
 _WRITER_WAIT_SECONDS = 10.0
@@ -101,6 +101,9 @@ class Actions:
         if not targets:
             return Result(outcome="no_target", detail=f"no proven checkpoint before step {decision.before_step}")
         quarantine = self._suspect_data(decision.incident, decision.widen)
+        known = self._data.quarantine if self._data is not None else []
+        if self._data is not None and quarantine is not None:
+            self._data.quarantine = [*known, quarantine]  # First: a loader reads ahead as soon as it has gone back.
         touched = False
         problems = []
         for target in targets:
@@ -115,29 +118,22 @@ class Actions:
                 problems.append(f"step {target.step}: {error}")
                 _log.warning("rollback to step %d is not possible: %s", target.step, error)
                 continue
-            if self._data is not None and quarantine is not None:
-                self._data.quarantine.append(quarantine)
             self._lower_lr(moment)
             detail = f"to step {target.step} from the {loaded.tier} tier"
             if loaded.degraded:
                 detail += f", degraded: {', '.join(loaded.degraded)} is out of order"
             return Result(outcome="done", detail=detail, loaded=loaded, quarantine=quarantine)
+        if self._data is not None:
+            self._data.quarantine = known
         # Half-restored weights must not be trained on.
         return Result(outcome="failed", detail="; ".join(problems), stop=touched)
 
     def _suspect_data(self, incident: Incident, widen: int) -> Quarantine | None:
-        """The data to leave out after a rollback; None where the source goes on forward, or it is not known."""
-        if self._data is None or not self._data.rewindable:
+        """The data that are suspect after a rollback; None where they are not known."""
+        if self._data is None:
             return None
         first, last = incident.first_step, incident.first_step
         if incident.class_ != "bad_sample":
             first, last = first - SUSPECT_BEFORE_STEPS * widen, last + SUSPECT_AFTER_STEPS * widen
-        positions = self._data.positions(first, last)
-        if positions is None:
-            return None
-        return Quarantine(
-            first=positions[0],
-            last=positions[1],
-            incident=incident.id,
-            reason=f"{incident.class_} at step {incident.first_step}",
-        )
+        reason = f"{incident.class_} at step {incident.first_step}"
+        return self._data.suspect(first, last, incident=incident.id, reason=reason)

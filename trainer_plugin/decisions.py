@@ -24,12 +24,14 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lr_stacking: bool = True
     schedule_follows: Literal["applied_steps", "iterations"] = "applied_steps"
     rollback_optimizer: Literal["restore", "reset", "keep"] = "restore"
+    suspect_data: Literal["skip", "reweight"] = "skip"
+    suspect_weight: float = 0.1
     alert_grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if self.clip_max_norm is not None and not self.clip_max_norm > 0.0:
             raise ValueError(f"`clip_max_norm` must be above 0 or null, found {self.clip_max_norm}")
-        for name in ("clip_factor", "lr_factor"):
+        for name in ("clip_factor", "lr_factor", "suspect_weight"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` must be between 0 and 1, found {getattr(self, name)}")
         for name in ("clip_steps", "lr_hold_steps", "lr_return_steps", "alert_grace_seconds"):

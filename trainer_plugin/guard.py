@@ -46,7 +46,8 @@ class Guard:
         optimizer: its optimizer, or several.
         scheduler: anything with `state_dict` and `load_state_dict`; stepped by the loop, as ever.
         scaler: AMP's GradScaler, where there is one.
-        data: any iterable of batches; one with `state_dict` and `load_state_dict` can go back.
+        data: any iterable of batches; one with `state_dict` and `load_state_dict` can go back, and so can a loader
+            with an `IndexSampler`.
         run: the run's name; replaces the config's.
         resume: `auto` goes on from the run's newest checkpoint, `require` fails without one, `never` starts anew.
         local_only: act without waiting for alerts, as when no Prometheus watches.
@@ -76,7 +77,7 @@ class Guard:
     ) -> None:
         self.config = config = with_absolute_folders(read_config(config, run=run))
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._data = Data(data) if data is not None else None
+        self._data = Data(data, suspect_weight=_suspect_weight(config)) if data is not None else None
         self._parts = Parts(
             config,
             model=model,
@@ -123,6 +124,8 @@ class Guard:
         self._data_wait_seconds = time.perf_counter() - began
         if left_out:
             self.page.add("train_steps_skipped_total", left_out, "quarantined")
+        if self._data.weight(self.step + 1) < 1.0:
+            self.page.add("train_batches_reweighted_total")
         return batch
 
     @untraced
@@ -133,6 +136,7 @@ class Guard:
         over tokens, without it the mean over micro-batches.
         """
         try:
+            self._tell(sample_ids)
             self._parts.reader.accumulation.add(loss, tokens=tokens, sample_ids=sample_ids or ())
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self._parts.errors.hold_back(error, step=self.step)
@@ -146,6 +150,7 @@ class Guard:
         parts = self._parts
         try:
             parts.schedule.mark()
+            self._tell(sample_ids)
             parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             parts.errors.hold_back(error, step=self.step)
@@ -174,6 +179,10 @@ class Guard:
 
     # --- What they need ---------------------------------------------------------------------------------------------
 
+    def _tell(self, sample_ids: Sequence[str] | None) -> None:
+        if self._data is not None and sample_ids:
+            self._data.tell(sample_ids)
+
     def _limits(self) -> Limits:
         """How far the coming step's gradient may go: the recipe's clip, and R10's surge where the job may act."""
         parts = self._parts
@@ -190,6 +199,7 @@ class Guard:
             surge_clip=surge_clip,
             spike_loss=spike_loss,
             spike_norm=spike_norm,
+            weight=1.0 if self._data is None else self._data.weight(self.step + 1),
         )
 
     def _protect(self) -> None:
@@ -233,6 +243,13 @@ class Guard:
             hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self._optimizers
         ):
             _log.warning("run %s: a scheduler steps the learning rate and was not given: it will not go back", run)
+
+
+def _suspect_weight(config: Config) -> float:
+    """What suspect data count for: nothing where they are left out, and all where the guard only observes."""
+    if config.actions.suspect_data == "skip":
+        return 0.0
+    return 1.0 if config.mode == "observe" else config.actions.suspect_weight
 
 
 def _take_folder(config: Config) -> JobFolder:

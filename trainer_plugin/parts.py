@@ -85,7 +85,7 @@ class Parts:
         self.history = History(self.checkpoints, self.state, self.monitor, steps_total=state.steps_total)
         self.clip = ClipLimit(config.actions, tight_until=state.clip_until)
         if self.data is not None:
-            self.data.quarantine = list(self.folder.quarantine)  # The folder keeps a list of its own.
+            self.data.quarantine = self.folder.quarantine
         self.policy = Policy(
             mode=config.mode,
             actions=config.actions,
@@ -141,8 +141,6 @@ class Parts:
         run, history = self.config.run, self.history
         anew = not history.resume(resume, self.policy.open_incident, run)
         self.policy.restarted(history.steps_total, anew=anew)
-        if not anew and self.data is not None and not self.data.rewindable:
-            _log.warning("run %s: data cannot go back: it begins anew, not where the checkpoint was", run)
         history.suspect(self.policy.state.incidents)
         self.learning_rate.advance(history.steps_total)
 

@@ -26,7 +26,8 @@ class Limits:
     """How far a gradient may go in this step, in units of the total norm. `math.inf` stands for no limit.
 
     A norm above `surge_above` is a surge and clipped to `surge_clip`; any other is clipped to `max_norm`. A step with
-    both its loss above `spike_loss` and its norm above `spike_norm` is withheld.
+    both its loss above `spike_loss` and its norm above `spike_norm` is withheld. `weight` is what the step counts for:
+    the gradients are multiplied with it beside the clip.
     """
 
     max_norm: float = math.inf
@@ -34,6 +35,7 @@ class Limits:
     surge_clip: float = math.inf
     spike_loss: float = math.inf
     spike_norm: float = math.inf
+    weight: float = 1.0
 
 
 class Probe:
@@ -108,7 +110,9 @@ class Probe:
         limit = torch.where(total > limits.surge_above, limits.surge_clip, limits.max_norm)
         # A bad step must not be scaled: max / Inf is 0, and 0 x Inf would turn every gradient into NaN.
         # A product with the reciprocal, as torch has it: a quotient differs in the last bit.
-        coefficient = torch.where(finite, torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0), 1.0)
+        clip = torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0)
+        # After the clip, which would undo it, and after the norms, whose baselines it must not lower.
+        coefficient = torch.where(finite, clip if limits.weight == 1.0 else clip * limits.weight, 1.0)
         if self._torchs_clip:
             # torch refuses sparse gradients: a loop that has some does not clip.
             if limits.max_norm < math.inf and not any(gradient.is_sparse for gradient in held):

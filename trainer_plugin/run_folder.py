@@ -41,6 +41,10 @@ class RunState(msgspec.Struct, kw_only=True):
     schema: int = SCHEMA
 
 
+class _Versioned(msgspec.Struct):
+    schema: int
+
+
 class _Holder(msgspec.Struct, kw_only=True):
     host: str
     pid: int
@@ -144,7 +148,7 @@ class JobFolder:
         _append(self.path / "incidents.jsonl", line.encode())
 
     def add_quarantine(self, entry: Quarantine) -> None:
-        """Keep a range of data out of training for good."""
+        """Keep for good which data are suspect."""
         self.quarantine.append(entry)
         _append(self.path / "quarantine.jsonl", msgspec.json.encode(entry))
 
@@ -164,16 +168,22 @@ class JobFolder:
         return state
 
     def _load_quarantine(self) -> list[Quarantine]:
+        path = self.path / "quarantine.jsonl"
         try:
-            lines = (self.path / "quarantine.jsonl").read_bytes().splitlines()
+            lines = path.read_bytes().splitlines()
         except FileNotFoundError:
             return []
         entries = []
         for line in lines:
             try:
-                entries.append(msgspec.json.decode(line, type=Quarantine))
+                schema = msgspec.json.decode(line, type=_Versioned).schema
+                if schema == SCHEMA:
+                    entries.append(msgspec.json.decode(line, type=Quarantine))
             except msgspec.MsgspecError:
-                _log.warning("%s: a line that cannot be read is left out", self.path / "quarantine.jsonl")
+                _log.warning("%s: a line that cannot be read is left out", path)
+                continue
+            if schema != SCHEMA:
+                raise ValueError(f"{path}: schema {schema}, written by another version; this reads {SCHEMA}")
         return entries
 
 
