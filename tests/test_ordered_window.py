@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 
 from trainer_plugin.ordered_window import OrderedWindow
 
@@ -27,11 +28,11 @@ def test_it_is_filled_anew():
     assert window.ordered == [0.0, 1.0, 2.0]
 
 
-def test_the_deviation_is_that_of_noise_that_reaches_as_far():
-    """Right for normal noise, never less than what lies between two kinds of values, and 0 of none."""
+def test_deviations_are_those_of_noise_that_reaches_as_far():
+    """Both are right for normal noise; between two kinds of values the tenths stay; of none they are 0."""
     window = OrderedWindow(4000)
-    assert window.deviation() == 0.0
+    assert window.deviations() == (0.0, 0.0)
     window.fill(np.random.default_rng(0).normal(1.0, 0.5, 4000))
-    assert 0.47 < window.deviation() < 0.53
+    assert window.deviations() == pytest.approx((0.5, 0.5), rel=0.05)
     window.fill([0.0] * 3200 + [1.0] * 800)
-    assert window.deviation() > 0.35
+    assert window.deviations() == pytest.approx((0.0, 0.39), abs=0.01)

@@ -28,13 +28,13 @@ class OrderedWindow:
             del ordered[bisect_left(ordered, newest.popleft())]
         insort(ordered, value)
 
-    def deviation(self) -> float:
-        """The standard deviation of normal noise that reaches as far, by the wider of two ranges; 0 if empty."""
+    def deviations(self) -> tuple[float, float]:
+        """The standard deviation of normal noise that reaches as far, by quartiles and by outer tenths; 0 if empty."""
         ordered, count = self.ordered, len(self.ordered)
         if not count:
-            return 0.0
+            return 0.0, 0.0
         quarters = (ordered[3 * count // 4] - ordered[count // 4]) / _QUARTERS
-        return max(quarters, (ordered[9 * count // 10] - ordered[count // 10]) / _TENTHS)
+        return quarters, (ordered[9 * count // 10] - ordered[count // 10]) / _TENTHS
 
     @property
     def values(self) -> list[float]:

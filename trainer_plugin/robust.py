@@ -191,21 +191,21 @@ class Robust:
         self._values.add(scaled)
         half = len(ordered) // 2
         self._center = center = ordered[half] if len(ordered) % 2 else ordered[half - 1] / 2.0 + ordered[half] / 2.0
-        spread = self._residuals.deviation()
+        quarters, tenths = self._residuals.deviations()
         if self._log:
             self.center, least = math.exp(center), _LEAST_SCALE_RATIO
         else:
             self.center, least = center, max(_LEAST_SCALE_RATIO * abs(center), self._quantum)
-        self._deviation = max(least, spread)
+        self._deviation = max(least, quarters, tenths)
         self._unmarked += 1
         if self._unmarked >= _MARK_VALUES:
-            self._mark(center)
+            self._mark(center, max(least, quarters))
         if self._former is not None and center > self._former - self._deviation:
             self._former = None
         if center < self._drop_below and self.warm and (self._former is None or not self._silent_values):
             self._keep(max(list(self._marks)[_MARKS // 2 :]), _SILENT_WINDOWS, _KNOWN_WINDOWS)
 
-    def _mark(self, center: float) -> None:
+    def _mark(self, center: float, deviation: float) -> None:
         """Mark the center, and tell below what it has dropped and not just gone on falling."""
         self._unmarked = 0
         if not self._log:
@@ -216,7 +216,7 @@ class Robust:
         if len(marks) == _MARKS:
             former = max(list(marks)[_MARKS // 2 :])
             fell = max(list(marks)[: _MARKS // 2]) - former
-            self._drop_below = former - max(_DROP_SCORE * self._deviation * self._tail.ratio, 2.0 * fell)
+            self._drop_below = former - max(_DROP_SCORE * deviation * self._tail.ratio, 2.0 * fell)
 
     def _keep(self, former: float, silent_windows: int, known_windows: int) -> None:
         self._former = former
