@@ -241,6 +241,7 @@ CATALOG: tuple[Metric, ...] = (
         help="Checkpoints that could not be written.",
         labels=(("tier", TIERS),),
     ),
+    Metric(name="train_scene_failures_total", kind="counter", help="Spike scenes that could not be kept."),
     Metric(
         name="train_rollback_target_step",
         kind="gauge",

@@ -30,7 +30,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A wish from outside, addressed to one run.
 
     `step` and `steps_total` are the run's `train_step` and `train_steps_total` when the alert was evaluated;
-    `starts_at` is when the alert began to fire and `received` when the command was put, both in Unix seconds.
+    `starts_at` is when the alert began to fire and `received` when the command was put, both in Unix seconds. `layers`
+    are what a partial rollback shall take back; without them it takes those that surged most.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps_total: int | None = None
     starts_at: float | None = None
     reason: str = ""
+    layers: tuple[str, ...] = ()
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -11,6 +11,7 @@ from trainer_plugin.checkpoints import Checkpoints
 from trainer_plugin.data import Data
 from trainer_plugin.decisions import ActionsConfig, Decision, Moment
 from trainer_plugin.incidents import Incident
+from trainer_plugin.layer_state import LayerState
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.retention import CheckpointsConfig
 from trainer_plugin.state import TrainingState
@@ -70,6 +71,7 @@ class Rig:
             learning_rate=self.learning_rate,
             checkpoints=self.checkpoints,
             state=self.state,
+            layer_state=LayerState(self.model, [self.optimizer]),
             data=self.data,
         )
         for step in range(1, 41):
@@ -129,7 +131,7 @@ def test_note_does_nothing_and_is_done(rig):
     assert rig.weight == 40.0
 
 
-@pytest.mark.parametrize("action", ["skip_batch", "partial_rollback", "checkpoint"])
+@pytest.mark.parametrize("action", ["skip_batch", "checkpoint"])
 def test_what_this_version_cannot_is_failed_and_said(rig, action):
     """An action of a later version is answered, not ignored."""
     result = rig.apply(action)
@@ -236,3 +238,37 @@ def test_rollback_optimizer_is_obeyed(tmp_path, moments, steps):
         state["step"] += 2
     rig.apply("rollback", before_step=51)
     assert {int(state["step"]) for state in rig.optimizer.state.values()} == steps
+
+
+def test_a_partial_rollback_takes_back_its_layers_alone(rig):
+    """One layer is that of the nearest target and the rate is lowered; the other layer and the data stay."""
+    result = rig.apply("partial_rollback", layers=("0",))
+    assert (result.outcome, result.layers) == ("done", ("0",))
+    assert result.detail == "layers 0 to step 30 from the local tier"
+    assert (rig.weight, rig.model[3].bias.item()) == (30.0, 40.0)
+    assert rig.learning_rate.factor == 0.5
+    assert (rig.data.position, rig.data.quarantine, result.quarantine) == (40, [], None)
+
+
+def test_a_partial_rollback_passes_over_a_damaged_target(rig, tmp_path):
+    """What is whole in no tier is not used for a layer either: the next older one is."""
+    for tier in ("local", "shared"):
+        next((tmp_path / tier / "tiny" / "step-000000030-000").glob("*.distcp")).unlink()
+    assert rig.apply("partial_rollback", layers=("3",)).outcome == "done"
+    assert (rig.weight, rig.model[3].bias.item()) == (40.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome", "said"),
+    [
+        ({"layers": ("0", "7")}, "failed", "this model has no layer 7"),
+        ({"layers": ()}, "failed", "no layer is named"),
+        ({"layers": ("0",), "before_step": 10}, "no_target", "no proven checkpoint before step 10"),
+    ],
+)
+def test_a_partial_rollback_that_cannot_be_changes_nothing(rig, options, outcome, said):
+    """An unknown layer, none at all, or no target: it is said, the weights and the rate stay, and the job goes on."""
+    result = rig.apply("partial_rollback", **options)
+    assert (result.outcome, result.stop) == (outcome, False)
+    assert said in result.detail
+    assert (rig.weight, rig.learning_rate.factor) == (40.0, 1.0)

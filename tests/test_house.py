@@ -24,14 +24,15 @@ MAX_LINES = 300
 ORDER = (
     # Plain numbers: no torch.
     "signals", "detectors", "ordered_window", "tail", "robust", "drift", "level", "oscillation", "loss_scale",
-    "hard_batches", "nonfinite", "recovery", "readings", "continuity", "monitor", "incidents", "decisions", "budget",
-    "policy_state", "alerts", "policy", "sampler", "source", "data", "manifest", "retention", "time_limit",
+    "hard_batches", "nonfinite", "recovery", "readings", "continuity", "layer_baselines", "monitor", "incidents",
+    "decisions", "partial", "budget", "policy_state", "alerts", "policy", "sampler", "source", "data", "scene",
+    "manifest", "retention", "inventory", "inventory_table", "time_limit",
     # Torch, and no policy.
     "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
-    "schedule", "faults", "tensor_files", "state", "tier", "checkpoints",
+    "schedule", "faults", "tensor_files", "state", "layer_state", "tier", "checkpoints",
     # What sees both rows.
-    "stop_signals", "history", "actions", "config", "metrics", "endpoint", "step_reader", "run_folder",
-    "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",
+    "stop_signals", "recorder", "history", "scenes", "actions", "config", "metrics", "endpoint", "step_reader",
+    "run_folder", "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("row")]
 TORCH_ROW = ORDER[ORDER.index("row") : ORDER.index("history")]

@@ -25,6 +25,7 @@ UNKNOWN = Monitor(read_config({}).detection).update(signals(0, math.nan, grad_no
 STANDING = Standing(
     steps_total=1, lr_factor=1.0, clip_max_norm=1.0, incident_open=False, loop_up=True, rollback_target_step=-1,
     checkpoint_steps={"local": -1, "shared": -1}, checkpoint_seconds={},
+    scene_step=-1,
 )  # fmt: skip
 
 
@@ -211,6 +212,7 @@ def test_the_standing_is_on_the_page(metrics, page):
     standing = replace(
         STANDING, steps_total=501, lr_factor=0.5, clip_max_norm=0.25, incident_open=True, loop_up=False,
         rollback_target_step=300, checkpoint_steps={"local": 400, "shared": 400}, checkpoint_seconds={"local": 1.5},
+        scene_step=350,
     )  # fmt: skip
     metrics.stand(301, standing)
     series = found(page)
@@ -219,6 +221,7 @@ def test_the_standing_is_on_the_page(metrics, page):
         ("train_clip_max_norm",): 0.25, ("train_incident_open",): 1.0, ("train_control_loop_up",): 0.0,
         ("train_rollback_target_step",): 300.0, ("train_checkpoint_step", "shared", "periodic"): 400.0,
         ("train_checkpoint_seconds", "local"): 1.5,
+        ("train_checkpoint_step", "shared", "scene"): 350.0,
     }  # fmt: skip
     assert {key: series[key] for key in expected} == expected
 

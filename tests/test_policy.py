@@ -46,6 +46,7 @@ class Job:
         self.now = 1e9
         self.loop_up = loop_up
         self.unrecovered = self.withheld = 0
+        self.ratios = {}
         self.went = []
 
     @property
@@ -91,7 +92,12 @@ class Job:
         return self.policy.observe(
             signals(self.step, 2.0, surge=surge, withheld=withheld),
             _readings(
-                unrecovered=self.unrecovered, withheld=self.withheld, ratio=ratio, collapsed=collapsed, hard=hard
+                unrecovered=self.unrecovered,
+                withheld=self.withheld,
+                ratio=ratio,
+                collapsed=collapsed,
+                hard=hard,
+                layer_ratios=self.ratios,
             ),
             verdicts,
             weights_finite=weights_finite,
@@ -145,8 +151,9 @@ class Job:
         return self
 
 
-def _readings(*, unrecovered, withheld, ratio, collapsed=False, hard=False):
+def _readings(*, unrecovered, withheld, ratio, collapsed=False, hard=False, layer_ratios=None):
     changed = {name: getattr(QUIET, name) for name in Readings.__struct_fields__}
+    changed["layer_ratios"] = layer_ratios or {}
     changed |= {"loss_unrecovered_steps": unrecovered, "withheld_steps": withheld, "grad_norm_ema_ratio": ratio}
     changed |= {"amp_scale_collapsed": collapsed, "hard_batches": hard}
     changed["loss_high_steps"] = dict.fromkeys((1.2, 1.5, 2.0, 3.0), unrecovered)
@@ -862,6 +869,100 @@ def test_nan_never_breaks_the_record(job):
     text = msgspec.json.encode(job.policy.state)
     json.loads(text, parse_constant=pytest.fail)
     assert msgspec.json.decode(text, type=PolicyState) == job.policy.state
+
+
+# --- Partial rollback ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def surging():
+    """A function that makes a job whose loss jumped in an explosion of one layer in ten, and stays up."""
+
+    def surging(**options) -> Job:
+        job = Job(actions=ActionsConfig(partial_rollback=options.pop("on", True)), **options)
+        job.ratios = dict.fromkeys("abcdefghij", 1.0) | {"c": 15.0}
+        job.see("robust:grad_norm", "ema_ratio:grad_norm", "robust:loss", surge=True)
+        job.obey()
+        for _ in range(SUSTAINED_STEPS - 1):
+            job.see()
+        return job
+
+    return surging
+
+
+def test_an_explosion_in_few_layers_first_takes_these_back(surging):
+    """The job takes back the layers that surged; what they don't heal goes back whole, after the cooldown."""
+    job = surging(loop_up=False)
+    decision, _ = job.decide()
+    assert (decision.action, decision.layers, decision.before_step) == ("partial_rollback", ("c",), 1000)
+    job.obey()
+    step = job.step
+    for _ in range(COOLDOWN_STEPS):
+        job.see()
+        job.obey()
+    assert [went[0] for went in job.went] == ["lower_lr", "partial_rollback", "rollback"]
+    assert job.policy.state.rollbacks[0].at_step == step + COOLDOWN_STEPS
+    assert job.policy.state.rollbacks[0].to_step == 900
+
+
+def test_what_heals_after_a_partial_rollback_goes_back_no_further(surging):
+    """A loss that comes back ends the incident; no step has been lost."""
+    job = surging(loop_up=False)
+    job.obey()
+    assert job.calm(HEALED_STEPS) == []
+    assert job.policy.state.incidents[-1].healed
+    assert job.policy.state.rollbacks == []
+
+
+def test_the_alerts_rollback_is_a_partial_one_first(surging):
+    """With the loop up the alert asks; its command is obeyed by the gentler remedy, and the next one is too early."""
+    job = surging()
+    command = job.alert()
+    decision, _ = job.decide(command)
+    assert (decision.action, decision.command) == ("partial_rollback", command)
+    job.obey(command)
+    job.see()
+    assert job.obey(job.alert()) == ["refused_cooldown"]
+    for _ in range(COOLDOWN_STEPS):
+        job.see()
+    assert job.decide(job.alert())[0].action == "rollback"
+
+
+def test_without_the_option_all_goes_back(surging):
+    """`partial_rollback` is off by default: the same explosion leads to a whole rollback."""
+    assert not ActionsConfig().partial_rollback
+    assert surging(loop_up=False, on=False).decide()[0].action == "rollback"
+
+
+def test_a_person_may_always_ask_for_it(surging):
+    """By command it is done in any incident, and in none: with the layers that stand out most, or those named."""
+    job = surging(on=False)
+    decision, _ = job.decide(job.operator("partial_rollback"))
+    assert (decision.action, decision.layers) == ("partial_rollback", ("c",))
+    calm = Job()
+    calm.ratios = {"a": 1.1, "b": 1.4, "c": 1.2, "d": 1.0}
+    calm.see()
+    assert calm.decide(calm.operator("partial_rollback"))[0].layers == ("b", "c", "a")
+    named = msgspec.structs.replace(calm.operator("partial_rollback"), layers=("d", "h"))
+    assert calm.decide(named)[0].layers == ("d", "h")
+
+
+def test_a_partial_rollback_needs_what_a_rollback_would_need_of_the_budget(surging):
+    """Where no rollback is left, nothing goes back in part either; one that is done spends none."""
+    job = surging(loop_up=False, budget=BudgetConfig(rollbacks_per_day=0))
+    assert job.obey() == ["refused_budget"]
+    job = surging(loop_up=False)
+    job.obey()
+    assert job.policy.state.rollbacks == []
+
+
+def test_observe_says_that_it_would_be_a_partial_one(surging):
+    """In mode observe the wish is told once, and not followed by one for the whole."""
+    job = surging(mode="observe")
+    assert job.obey() == ["observed"]
+    job.see()
+    assert job.obey() == []
+    assert [remedy.action for remedy in job.incident.remedies if remedy.outcome == "observed"][-1] == "partial_rollback"
 
 
 def test_with_the_real_monitor_a_sustained_jump_is_one_incident_and_one_rollback():

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_plugin.backtest.command import run_backtest
+import msgspec
+
+from trainer_plugin.backtest.command import check_targets, read_options, run_backtest, write_result
 from trainer_plugin.backtest.notes import printable
 from trainer_plugin.demo.scenarios import SCENARIOS
+from trainer_plugin.inventory import take_inventory
+from trainer_plugin.inventory_table import inventory_table
 
 _DEMO_EXAMPLE = """example:
   python -m trainer_plugin demo --scenario sustained --json demo.json
@@ -25,13 +29,19 @@ A log is a CSV file, JSON lines, a trainer_state.json, Megatron's text, or a Ten
 one run's). Nothing is healed by it: the log goes on as it was.
 exit code: 0 done, 2 bad usage, or a log that cannot be read"""
 
+_CHECKPOINTS_EXAMPLE = """example:
+  python -m trainer_plugin checkpoints runs/gpt-0 --verify --json checkpoints.json
+
+Only reads: it may run beside the job, after its death, and on a host without torch.
+exit code: 0 done, 1 something is damaged or a rollback has nothing to go to, 2 bad usage"""
+
 
 def cli(arguments: Sequence[str]) -> int:
     """Run one command; return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     try:
-        return _backtest(options) if options.command == "backtest" else _demo(options)
+        return {"backtest": _backtest, "checkpoints": _checkpoints, "demo": _demo}[options.command](options)
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
@@ -72,12 +82,39 @@ def _backtest(options: argparse.Namespace) -> int:
     )
 
 
+def _checkpoints(options: argparse.Namespace) -> int:
+    folder: Path = options.run_dir
+    own = folder / "guard.yaml"
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such run folder")
+    if options.config is None and not own.is_file():
+        raise ValueError(f"{folder}: no guard.yaml in it tells where its checkpoints lie: --config FILE wanted")
+    config = read_options(options.config or own)
+    check_targets(options.json, None, inputs=[own, folder / "state.json", *filter(None, [options.config])])
+    # A guard.yaml of the user's own may leave the run's name to the training script.
+    run = config.run if options.config is None else folder.resolve().name
+    found = take_inventory(folder, run, config.checkpoints, verify=options.verify, tell=_show_progress)
+    _show_progress("")
+    found.problems, found.notes = list(map(printable, found.problems)), list(map(printable, found.notes))
+    print("\n".join(map(printable, inventory_table(found))))
+    if options.json is not None:
+        write_result(options.json, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    return 1 if found.problems or found.rollback_target is None else 0
+
+
+def _show_progress(what: str) -> None:
+    """The thing under way, on one line that the next one takes the place of; only for people."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{printable(what)}", end="", file=sys.stderr, flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer_plugin", description="Commands around a guarded training job."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_backtest(commands)
+    _add_checkpoints(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small GPT on real text, break it, and watch it heal",
@@ -118,6 +155,23 @@ def _add_backtest(commands: Any) -> None:  # noqa: ANN401 - argparse's own class
     )
     backtest.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     backtest.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png, .svg or .pdf")
+
+
+def _add_checkpoints(commands: Any) -> None:  # noqa: ANN401 - argparse's own class has no public name
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="the checkpoints of a run, and which one a rollback would take",
+        description="List the checkpoints and spike scenes of a run: in which tier each is whole, whether it is "
+        "proven, and which one a rollback would take, or why not.",
+        epilog=_CHECKPOINTS_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    checkpoints.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, such as runs/gpt-0")
+    checkpoints.add_argument("--verify", action="store_true", help="hold every byte against its hash; reads them all")
+    checkpoints.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    checkpoints.add_argument(
+        "--config", type=Path, metavar="FILE", help="the run's guard.yaml, where its folder has none (or has moved)"
+    )
 
 
 if __name__ == "__main__":

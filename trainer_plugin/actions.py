@@ -1,14 +1,16 @@
 """What each action does to the job. When, and whether at all, is the policy's business."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from trainer_plugin.checkpoints import Checkpoints, Loaded
 from trainer_plugin.data import Data, Quarantine
 from trainer_plugin.decisions import ActionsConfig, Decision, Moment
 from trainer_plugin.incidents import Incident
+from trainer_plugin.layer_state import LayerState
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.state import TrainingState
+from trainer_plugin.state import Snapshot, TrainingState
 
 _log = logging.getLogger(__name__)
 # R11: the data from 5 steps before the first bad step to 20 after it are suspect, run already or not.
@@ -19,11 +21,15 @@ _WRITER_WAIT_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of an action. A rollback has `loaded`; `stop` says that the job must not go on."""
+    """What came of an action. A rollback has `loaded`; `stop` says that the job must not go on.
+
+    Of a partial one only `layers` have gone back: the run stands where it stood.
+    """
 
     outcome: str
     detail: str
     loaded: Loaded | None = None
+    layers: tuple[str, ...] = ()
     quarantine: Quarantine | None = None
     stop: bool = False
 
@@ -53,6 +59,7 @@ class Actions:
         learning_rate: LrFactor,
         checkpoints: Checkpoints,
         state: TrainingState,
+        layer_state: LayerState,
         data: Data | None,
     ) -> None:
         self._config = config
@@ -61,6 +68,7 @@ class Actions:
         self._learning_rate = learning_rate
         self._checkpoints = checkpoints
         self._state = state
+        self._layer_state = layer_state
         self._data = data
 
     def apply(self, decision: Decision, moment: Moment) -> Result:
@@ -69,8 +77,9 @@ class Actions:
             return self._tighten_clip(moment)
         if decision.action == "lower_lr":
             return self._lower_lr(moment)
-        if decision.action == "rollback":
-            return self._rollback(decision, moment)
+        if decision.action in ("rollback", "partial_rollback"):
+            go_back = self._rollback if decision.action == "rollback" else self._partial_rollback
+            return go_back(decision, moment)
         if decision.action == "stop":
             return Result(outcome="done", detail=decision.reason, stop=True)
         if decision.action == "note":
@@ -96,35 +105,65 @@ class Actions:
         return Result(outcome="done", detail=f"learning rate x {factor:g} for {self._config.lr_hold_steps} steps")
 
     def _rollback(self, decision: Decision, moment: Moment) -> Result:
-        self._checkpoints.wait(_WRITER_WAIT_SECONDS)  # The newest target may just be on its way to the second tier.
-        targets = self._checkpoints.targets(decision.before_step)
-        if not targets:
-            return Result(outcome="no_target", detail=f"no proven checkpoint before step {decision.before_step}")
+        moments = self._config.rollback_optimizer
         quarantine = self._suspect_data(decision.incident, decision.widen)
         known = self._data.quarantine if self._data is not None else []
         if self._data is not None and quarantine is not None:
             self._data.quarantine = [*known, quarantine]  # First: a loader reads ahead as soon as it has gone back.
+        result = self._go_back(
+            decision, moment, self._state.mismatches, lambda snapshot: self._state.restore(snapshot, moments=moments)
+        )
+        if result.loaded is not None:
+            return replace(result, quarantine=quarantine)
+        if self._data is not None:
+            self._data.quarantine = known
+        return result
+
+    def _partial_rollback(self, decision: Decision, moment: Moment) -> Result:
+        layers, moments = decision.layers, self._config.rollback_optimizer
+        if not layers:
+            return Result(outcome="failed", detail="no layer is named, and none has a past to surge from")
+        result = self._go_back(
+            decision,
+            moment,
+            lambda snapshot: self._layer_state.mismatches(snapshot, layers, moments=moments),
+            lambda snapshot: self._layer_state.restore(snapshot, layers, moments=moments),
+        )
+        if result.loaded is None:
+            return result
+        return replace(result, layers=layers, detail=f"layers {', '.join(layers)} {result.detail}")
+
+    def _go_back(
+        self,
+        decision: Decision,
+        moment: Moment,
+        mismatches: Callable[[Snapshot], list[str]],
+        restore: Callable[[Snapshot], None],
+    ) -> Result:
+        """Restore from the nearest target before the decision's step that fits, and lower the learning rate."""
+        self._checkpoints.wait(_WRITER_WAIT_SECONDS)  # The newest target may just be on its way to the second tier.
+        targets = self._checkpoints.targets(decision.before_step)
+        if not targets:
+            return Result(outcome="no_target", detail=f"no proven checkpoint before step {decision.before_step}")
         touched = False
         problems = []
         for target in targets:
             try:
                 loaded = self._checkpoints.load(target)
-                misfit = self._state.mismatches(loaded.snapshot)
+                misfit = mismatches(loaded.snapshot)
                 if misfit:
                     raise ValueError("; ".join(misfit))  # noqa: TRY301 - one way out for every unusable target
                 touched = True
-                self._state.restore(loaded.snapshot, moments=self._config.rollback_optimizer)
+                restore(loaded.snapshot)
             except Exception as error:  # noqa: BLE001 - any unusable target leads to the next older one
                 problems.append(f"step {target.step}: {error}")
-                _log.warning("rollback to step %d is not possible: %s", target.step, error)
+                _log.warning("%s to step %d is not possible: %s", decision.action, target.step, error)
                 continue
             self._lower_lr(moment)
             detail = f"to step {target.step} from the {loaded.tier} tier"
             if loaded.degraded:
                 detail += f", degraded: {', '.join(loaded.degraded)} is out of order"
-            return Result(outcome="done", detail=detail, loaded=loaded, quarantine=quarantine)
-        if self._data is not None:
-            self._data.quarantine = known
+            return Result(outcome="done", detail=detail, loaded=loaded)
         # Half-restored weights must not be trained on.
         return Result(outcome="failed", detail="; ".join(problems), stop=touched)
 

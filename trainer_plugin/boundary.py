@@ -43,6 +43,7 @@ class Boundary:
         self._data_wait_seconds = data_wait_seconds
         history.step += 1
         history.steps_total += 1
+        parts.recorder.end_step(history.step)
         moment = Moment(
             step=history.step,
             steps_total=history.steps_total,
@@ -54,6 +55,7 @@ class Boundary:
         # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
         for part in (self._judge, self._act, self._show):
             parts.errors.attempt(part, moment, step=moment.step)
+        parts.errors.attempt(lambda _: parts.recorder.begin_step(), None, step=moment.step)
 
     def _now(self, step: int) -> float:
         try:
@@ -75,6 +77,7 @@ class Boundary:
         ):
             if signals.withheld is not None:
                 parts.schedule.take_back()
+            parts.recorder.add(signals)
             readings, verdicts = parts.monitor.update(signals)
             weights_finite = True
             if any(verdict.detector == "nonfinite" for verdict in verdicts):
@@ -85,6 +88,8 @@ class Boundary:
                 parts.journal.incident(incident, signals.step)
                 parts.history.suspect(parts.policy.state.incidents)
                 parts.save_state()
+                if not incident.healed:  # Before anything is done about it.
+                    parts.errors.attempt(partial(parts.scenes.keep, incident), signals, step=moment.step)
             self._shows.append(partial(parts.endpoint.metrics.show, signals, readings, verdicts, moment.now))
             if signals.surge:
                 outcome = "done" if parts.config.mode == "auto" else "observed"
@@ -98,7 +103,8 @@ class Boundary:
         """Obey, else save: a boundary that has just gone back must not save too."""
         parts, asked = self._parts, self._parts.stop_signals.asked
         if not self._obey(moment):
-            parts.history.prove(parts.config.checkpoints.proof_steps, parts.policy.open_incident)
+            if parts.history.prove(parts.config.checkpoints.proof_steps, parts.policy.open_incident):
+                parts.save_proof()
             if parts.history.step % parts.config.checkpoints.every == 0:
                 parts.save_checkpoint()
             elif asked is not None and not self.stopping:
@@ -127,7 +133,7 @@ class Boundary:
         return not weights
 
     def _obey(self, moment: Moment) -> bool:
-        """Ask the policy, do what it says, and keep what came of it; True if the weights were taken back."""
+        """Ask the policy, do what it says, and keep what came of it; True if weights were taken back."""
         parts = self._parts
         decision, refusals = parts.policy.decide(moment, parts.loop.commands())
         for refusal in refusals:
@@ -136,11 +142,12 @@ class Boundary:
         if decision is None:
             return False
         result = parts.actions.apply(decision, moment)
-        to_step = result.loaded.manifest.step if result.loaded is not None else None
+        gone_back = result.loaded if not result.layers else None  # Of a partial rollback the run stands where it stood.
+        to_step = gone_back.manifest.step if gone_back is not None else None
         remedy = parts.policy.record(decision, moment, result.outcome, detail=result.detail, to_step=to_step)
-        parts.journal.action(decision, remedy, result.loaded)
-        if result.loaded is not None:
-            parts.history.went_back_to(result.loaded)
+        parts.journal.action(decision, remedy, result.loaded, result.layers)
+        if gone_back is not None:
+            parts.history.went_back_to(gone_back)
             parts.reader.forget()
             if result.quarantine is not None:
                 parts.loop.write(partial(parts.folder.add_quarantine, result.quarantine))
@@ -166,4 +173,5 @@ class Boundary:
             rollback_target_step=parts.history.target_step(incident),
             checkpoint_steps={tier: parts.checkpoints.newest_step(tier) for tier in ("local", "shared")},
             checkpoint_seconds=parts.checkpoints.seconds(),
+            scene_step=parts.scenes.newest_step,
         )

@@ -12,7 +12,11 @@ Mode = Literal["observe", "assist", "auto"]
 
 
 class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`actions:` of guard.yaml."""
+    """`actions:` of guard.yaml.
+
+    With `partial_rollback` the layers that surged go back before the whole run does, where they are `partial_layers`
+    at most; a person's command may ask for it in any case.
+    """
 
     clip_max_norm: float | None = 1.0
     clip_factor: float = 0.5
@@ -24,6 +28,8 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lr_stacking: bool = True
     schedule_follows: Literal["applied_steps", "iterations"] = "applied_steps"
     rollback_optimizer: Literal["restore", "reset", "keep"] = "restore"
+    partial_rollback: bool = False
+    partial_layers: int = 3
     suspect_data: Literal["skip", "reweight"] = "skip"
     suspect_weight: float = 0.1
     alert_grace_seconds: float = 30.0
@@ -37,6 +43,8 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("clip_steps", "lr_hold_steps", "lr_return_steps", "alert_grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
+        if self.partial_layers < 1:
+            raise ValueError(f"`partial_layers` must be at least 1, found {self.partial_layers}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +63,10 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """One action to take now. A rollback goes to a state before `before_step`, its suspect window times `widen`."""
+    """One action to take now. A rollback goes to a state before `before_step`, its suspect window times `widen`.
+
+    A partial one takes back `layers` alone, the one that surged most first.
+    """
 
     action: str
     source: str
@@ -64,6 +75,7 @@ class Decision:
     command: Command | None = None
     before_step: int = 0
     widen: int = 1
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

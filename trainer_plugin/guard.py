@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ class Guard:
         began = time.perf_counter()
         batch, left_out = self._data.next_batch(self.step + 1)
         self._data_wait_seconds = time.perf_counter() - began
+        self._parts.errors.attempt(
+            partial(self._parts.recorder.hand_out, batch), self._data.position - 1, step=self.step
+        )
         if left_out:
             self.page.add("train_steps_skipped_total", left_out, "quarantined")
         if self._data.weight(self.step + 1) < 1.0:

@@ -57,6 +57,11 @@ class History:
         _log.info("run %s: starts at step 0", run)
         return False
 
+    @property
+    def branch(self) -> int:
+        """The branch that is being trained."""
+        return self._checkpoints.lineage.branch
+
     def save(self, lasting: dict[str, Any]) -> bool:
         """Save a checkpoint of this step in the background; False if the last one is still being written.
 
@@ -72,12 +77,14 @@ class History:
         self._checkpoints.lineage.begin(self.step)
         self._checkpoints.proven_step = min(self._checkpoints.proven_step, self.step)
 
-    def prove(self, proof_steps: int, incident: Incident | None) -> None:
-        """A checkpoint is proven once every verdict about it could have come, and none did."""
+    def prove(self, proof_steps: int, incident: Incident | None) -> bool:
+        """A checkpoint is proven once every verdict about it could have come, and none did; True if one is by now."""
         proven = self.step - proof_steps
         if incident is not None:
             proven = min(proven, incident.before_step - 1)
-        self._checkpoints.proven_step = max(self._checkpoints.proven_step, proven)
+        before = self._checkpoints.proven_step
+        self._checkpoints.proven_step = max(before, proven)
+        return any(before < known.step <= proven for known in self._checkpoints.targets(proven + 1))
 
     def suspect(self, incidents: list[Incident]) -> None:
         """What was saved in an incident is proven by nothing, also when the run has healed since."""

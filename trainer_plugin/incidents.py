@@ -1,15 +1,19 @@
 """Incidents: one thing that went wrong, its evidence, and the remedies tried on it."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
 from trainer_plugin.detectors import Verdict
+from trainer_plugin.layer_baselines import OUTLIER_RATIO
 from trainer_plugin.signals import Signals
 
 MAX_EVIDENCE = 20
+MAX_LAYERS = 20
 # A sum of scores begins by chance a step or two before a jump; earlier than that it is a climb.
 CLIMB_STEPS = 3
+LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
 
 
 class Remedy(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -26,7 +30,10 @@ class Remedy(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """From the first bad step to the measured recovery. `last_step` is the last one with a verdict."""
+    """From the first bad step to the measured recovery. `last_step` is the last one with a verdict.
+
+    `layers` are those whose gradient norm was an outlier to their own past, each with its largest ratio.
+    """
 
     id: int
     first_step: int
@@ -41,6 +48,7 @@ class Incident(msgspec.Struct, kw_only=True):
     opened_total: int = 0
     signs: dict[str, int] = msgspec.field(default_factory=dict)
     grad_norm_ratio: float | None = None
+    layers: dict[str, float] = msgspec.field(default_factory=dict)
 
     def add(self, verdict: Verdict, grad_norm_ratio: float) -> None:
         """Take a verdict in: where the deviation began, what it was, and the class as far as the signs tell.
@@ -59,6 +67,15 @@ class Incident(msgspec.Struct, kw_only=True):
             self.grad_norm_ratio = grad_norm_ratio
         self.signs.setdefault(sign, verdict.first_step)
         self.class_ = classify(self.signs, self.grad_norm_ratio)
+
+    def surge(self, ratios: Mapping[str, float]) -> None:
+        """Take in each layer's gradient norm over its baseline; the layers that surged most are kept."""
+        surging = {layer: ratio for layer, ratio in ratios.items() if ratio > OUTLIER_RATIO}
+        for layer, ratio in surging.items():
+            self.layers[layer] = max(ratio, self.layers.get(layer, 0.0))
+        if surging:
+            largest = sorted(self.layers.items(), key=lambda item: -item[1])
+            self.layers = dict(largest[:MAX_LAYERS])
 
     def done_in_step(self, signals: Signals, steps_total: int, *, outcome: str) -> None:
         """Keep what was done to a step within it, once an incident: a surge clipped, a spike withheld."""
@@ -83,6 +100,11 @@ class Incident(msgspec.Struct, kw_only=True):
     def before_step(self) -> int:
         """A state to go back to must lie before this step: a loss shows the update of the step before it."""
         return self.first_step - 1
+
+    @property
+    def lr_sign(self) -> str | None:
+        """What says that the learning rate is too high for this run now, if anything does."""
+        return next((sign.replace(":", " of the ") for sign in LR_SIGNS if sign in self.signs), None)
 
     def tried(self, action: str) -> list[Remedy]:
         """The remedies of one kind, oldest first."""

@@ -13,6 +13,7 @@ from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.decisions import Decision, Moment, Refusal
 from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.run_folder import JobFolder
+from trainer_plugin.scene import Scene
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class Journal:
                 _log.warning("step %d: %s not finite in %s%s", step, what, ", ".join(names[:10]), more)
         self.trail("nonfinite", {"step": step, "parameters": gradients[:100], "weights": weights[:100]})
 
-    def action(self, decision: Decision, remedy: Remedy, loaded: Loaded | None) -> None:
-        """An action and its outcome; `loaded` is what a rollback went back to."""
+    def action(self, decision: Decision, remedy: Remedy, loaded: Loaded | None, layers: tuple[str, ...] = ()) -> None:
+        """An action and its outcome; `loaded` is what a rollback went back to, or only these layers of the model."""
         self._page.add("train_actions_total", 1.0, remedy.action, remedy.source, remedy.outcome)
         _log.warning(
             "step %d: %s by %s (%s): %s, %s",
@@ -54,8 +55,16 @@ class Journal:
         entry = {"incident": decision.incident.id, "reason": decision.reason, **msgspec.to_builtins(remedy)}
         if loaded is not None:
             tiers = {tier: "damaged" if tier in loaded.degraded else "whole" for tier in TIERS}
-            entry |= {"to_step": loaded.manifest.step, "tier": loaded.tier, "tiers": tiers}
+            entry |= {"tier": loaded.tier, "tiers": tiers}
+            step = loaded.manifest.step
+            entry |= {"layers": list(layers), "layers_step": step} if layers else {"to_step": step}
         self.trail("action", entry)
+
+    def scene(self, scene: Scene, seconds: float) -> None:
+        """What an incident began with has been stored."""
+        _log.warning("step %d: the scene of incident %d is kept (%.1f s)", scene.step, scene.incident, seconds)
+        entry = {"step": scene.step, "incident": scene.incident, "branch": scene.branch, "seconds": round(seconds, 3)}
+        self.trail("scene", entry)
 
     def refusal(self, refusal: Refusal, moment: Moment) -> None:
         """A command or wish that led to no action."""

@@ -45,6 +45,7 @@ class Standing:
     rollback_target_step: int
     checkpoint_steps: dict[str, int]
     checkpoint_seconds: dict[str, float]
+    scene_step: int
 
 
 class Metrics:
@@ -177,6 +178,8 @@ class Metrics:
         page.set("train_rollback_target_step", standing.rollback_target_step)
         for tier, saved in standing.checkpoint_steps.items():
             page.set("train_checkpoint_step", saved, tier, "periodic")
+        # They lie in the run's folder, which job and receiver share.
+        page.set("train_checkpoint_step", standing.scene_step, "shared", "scene")
         for tier, seconds in standing.checkpoint_seconds.items():
             page.set("train_checkpoint_seconds", seconds, tier)
 

@@ -8,6 +8,7 @@ from trainer_plugin.continuity import Continuity
 from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma, Verdict
 from trainer_plugin.drift import Drift
 from trainer_plugin.hard_batches import HardBatches
+from trainer_plugin.layer_baselines import LayerBaselines
 from trainer_plugin.level import Level
 from trainer_plugin.loss_scale import LossScale
 from trainer_plugin.nonfinite import NonFinite
@@ -30,17 +31,11 @@ class Monitor:
 
     ACTING = frozenset(
         {
-            ("nonfinite", "loss"),
-            ("nonfinite", "grad_norm"),
-            ("robust", "loss"),
-            ("robust", "grad_norm"),
-            ("ema_ratio", "grad_norm"),
-            ("drift", "loss"),
-            ("drift", "grad_norm"),
-            ("oscillation", "loss"),
+            ("nonfinite", "loss"), ("nonfinite", "grad_norm"), ("robust", "loss"), ("robust", "grad_norm"),
+            ("ema_ratio", "grad_norm"), ("drift", "loss"), ("drift", "grad_norm"), ("oscillation", "loss"),
             ("drift", "amp_loss_scale"),
         }
-    )
+    )  # fmt: skip
 
     # Half of the least score that is a verdict: well inside the band again.
     _BACK_RATIO = 0.5
@@ -69,6 +64,7 @@ class Monitor:
             floor=config.amp_scale_floor, ceiling=config.amp_scale_ceiling, tell_steps=config.sustained_steps
         )
         self._nonfinite = NonFinite()
+        self._layers = LayerBaselines(alpha=config.ema_alpha)
         self._spikes_in_a_row = 0
         self._continuity = Continuity(
             gap_steps=config.relearn_steps, window=config.robust_window, planned=config.planned_change_steps
@@ -157,6 +153,7 @@ class Monitor:
         learn = settled and left is None and norm_verdict is None
         loss_high = self._loss_ema.update(step, loss, learn=learn)
         norm_high = self._grad_norm_ema.update(step, grad_norm, learn=learn)
+        self._layers.update(signals.layer_grad_norms, learn=learn)
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
         if signals.withheld == "spike":
@@ -189,6 +186,7 @@ class Monitor:
             withheld_steps=self._nonfinite.withheld_steps,
             amp_scale_collapsed=self._loss_scale.collapsed,
             hard_batches=self._knows_hard_batches,
+            layer_ratios=self._layers.ratios,
         )
 
     def _meet(self, change: str) -> None:
@@ -290,6 +288,7 @@ class Monitor:
         return {
             **{name: part.state_dict() for name, part in self._rewound.items()},
             "spikes_in_a_row": self._spikes_in_a_row,
+            "layers": self._layers.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -297,3 +296,4 @@ class Monitor:
         for name, part in self._rewound.items():
             part.load_state_dict(state[name])
         self._spikes_in_a_row = state["spikes_in_a_row"]
+        self._layers.load_state_dict(state.get("layers", {}))  # A checkpoint of before there were any.

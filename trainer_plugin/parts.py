@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,11 +22,14 @@ from trainer_plugin.errors import Errors
 from trainer_plugin.history import History, Resume, lasting_copy
 from trainer_plugin.journal import Journal
 from trainer_plugin.layer_signals import LayerSignals
+from trainer_plugin.layer_state import LayerState
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.monitor import Monitor
 from trainer_plugin.policy import Policy
 from trainer_plugin.probe import Probe, plain_name
+from trainer_plugin.recorder import Recorder
 from trainer_plugin.run_folder import JobFolder, RunState
+from trainer_plugin.scenes import Scenes
 from trainer_plugin.schedule import Schedule
 from trainer_plugin.state import TrainingState, encode_plain
 from trainer_plugin.step_reader import StepReader
@@ -66,10 +70,12 @@ class Parts:
         self.folder = take_folder(config)
         with ExitStack() as undo:
             undo.callback(self.folder.lock.release)
+            self.folder.save_config(config)
             self._open_state()
             self._open_reader(model, optimizers, scheduler, scaler, undo)
             self._resume(resume)
             self._open_endpoint(undo)
+            self._open_scenes()
             undo.pop_all()
         self.save_state()
 
@@ -113,6 +119,7 @@ class Parts:
             learning_rate=self.learning_rate,
             checkpoints=self.checkpoints,
             state=self.state,
+            layer_state=LayerState(model, optimizers),
             data=self.data,
         )
         self.reader = StepReader(
@@ -162,8 +169,27 @@ class Parts:
         )
         self.journal = Journal(self.page, self.loop, self.folder)
         self.loop.start()
+        undo.callback(self.loop.stop)
         self.stop_signals = StopSignals()
         self.stop_signals.install()
+        undo.callback(self.stop_signals.remove)
+
+    def _open_scenes(self) -> None:
+        """What keeps the evidence."""
+        keep = self.config.checkpoints.scenes
+        self.recorder = Recorder(starts=keep > 0)
+        self.scenes = Scenes(
+            self.folder.path,
+            keep=keep,
+            spacing_steps=self.config.checkpoints.every,
+            state=self.state,
+            history=self.history,
+            recorder=self.recorder,
+            wait_for_checkpoints=self.checkpoints.wait,
+            on_failure=partial(self.page.add, "train_scene_failures_total"),
+            on_saved=self.journal.scene,
+        )
+        self.scenes.open()
 
     def close(self) -> None:
         """Finish writing, take the hooks off, and leave the run folder: each of them, even if one fails."""
@@ -175,11 +201,21 @@ class Parts:
             undo.callback(self.learning_rate.remove)
             undo.callback(self.reader.remove)
             undo.callback(self.checkpoints.wait, _WRITER_SECONDS)
+            undo.callback(self.scenes.wait, _WRITER_SECONDS)
             undo.callback(self.stop_signals.remove)
 
     def save_state(self) -> None:
         """Write what never rewinds, as it is now, in the background."""
+        self._saved_total = self.history.steps_total
         self.loop.write(partial(self.folder.save_state, msgspec.json.encode(self.run_state())))
+
+    def save_proof(self) -> None:
+        """Write which checkpoints are proven by now, for whoever asks from outside what a rollback would take.
+
+        The number of steps stays as it was saved last: if the job is killed now, those since then will not have been.
+        """
+        state = structs.replace(self.run_state(), steps_total=self._saved_total)
+        self.loop.write(partial(self.folder.save_state, msgspec.json.encode(state)))
 
     def run_state(self) -> RunState:
         """What never rewinds, as it is now."""

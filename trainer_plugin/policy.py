@@ -7,7 +7,8 @@
 | loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
 | loss and norm both out of their bands      | withheld, if `withhold_spikes`    | the job, at once                  |
 | loss drifts or oscillates, AMP scale low   | lower_lr                          | the alert, else the job (grace)   |
-| loss unrecovered for `sustained_steps`     | rollback                          | the alert, else the job (grace)   |
+| loss unrecovered for `sustained_steps`     | rollback (`partial_rollback`: of  | the alert, else the job (grace)   |
+|                                            | a few layers first, if they fit)  |                                   |
 | `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
 | weights not finite                         | rollback; stop if there is no way | the job, at once                  |
 
@@ -21,6 +22,7 @@ from trainer_plugin.decisions import ActionsConfig, Decision, Mode, Moment, Refu
 from trainer_plugin.detectors import Verdict
 from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.monitor import Monitor
+from trainer_plugin.partial import partial_layers, rollback_kind
 from trainer_plugin.policy_state import PolicyState
 from trainer_plugin.readings import Readings
 from trainer_plugin.signals import Signals
@@ -30,7 +32,6 @@ HEALED_STEPS = 20
 # Updates withheld in a row after which waiting for a better batch is no remedy.
 NO_UPDATES_STEPS = 10
 TAIL_STEPS = 10  # Two outliers of the gradient norm within so many steps are no chance.
-LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
 
 
 class Policy:
@@ -89,6 +90,7 @@ class Policy:
             changed.append(incident)
         if incident is None:
             return changed
+        incident.surge(readings.layer_ratios)
         for verdict in acting:
             incident.add(verdict, readings.grad_norm_ema_ratio)
         if readings.loss_unrecovered_steps >= HEALED_STEPS:
@@ -172,7 +174,7 @@ class Policy:
 
         if self.mode == "observe":
             return refuse("observed", "mode is observe")
-        incident = self.open_incident
+        incident, action = self.open_incident, str(command.action)
         if command.source == "alert":
             known = Known(
                 moment=moment,
@@ -187,7 +189,8 @@ class Policy:
                 return refuse(*handled)
             if self._cooling(command.action, moment):
                 return refuse("refused_cooldown", f"the last {command.action} has not had its time yet")
-        if command.action == "rollback":
+            action = rollback_kind(incident, self._readings, self._actions) if action == "rollback" else action
+        if "rollback" in action:
             refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             if refused:
                 return refuse("refused_budget", refused)
@@ -199,9 +202,7 @@ class Policy:
             incident.evidence.append(
                 f"step {moment.step}: {command.alert or command.source} asked for {command.action}"
             )
-        return self._decision(
-            command.action, command.source, command.reason, incident=incident, moment=moment, command=command
-        )
+        return self._decision(action, command.source, command.reason, incident=incident, moment=moment, command=command)
 
     def _wish(self, moment: Moment) -> Decision | Refusal | None:
         """What the job would do by itself, in the order of the table above."""
@@ -212,7 +213,7 @@ class Policy:
             wish = self._local("rollback", "weights are not finite", incident, moment)
             # R9: nothing is left to train on, and no way back.
             return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
-        if self._surged and not incident.tried("lower_lr") and not self._cooling("lower_lr", moment, patient=False):
+        if self._surged and not incident.tried("lower_lr") and not self._cooling("lower_lr", moment):
             return self._local("lower_lr", "gradient surge", incident, moment)
         slow = self._slow(incident, readings, moment)
         if slow is not None:
@@ -225,10 +226,13 @@ class Policy:
     def _slow(self, incident: Incident, readings: Readings, moment: Moment) -> tuple[str, str] | None:
         """What to do and why, where the alert comes first and has had its time."""
         if readings.loss_unrecovered_steps >= self._sustained_steps:
-            action, reason = "rollback", f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
+            action = rollback_kind(incident, readings, self._actions)
+            reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
         elif readings.withheld_steps >= NO_UPDATES_STEPS:
             action, reason = "rollback", f"{readings.withheld_steps} updates withheld in a row"
-        elif (sign := self._too_fast(incident, readings)) and not incident.tried("lower_lr"):
+        elif readings.amp_scale_collapsed and not incident.tried("lower_lr"):
+            action, reason = "lower_lr", "AMP loss scale collapsed"
+        elif (sign := incident.lr_sign) and not incident.tried("lower_lr"):
             action, reason = "lower_lr", sign
         else:
             self._slow_since = None
@@ -240,16 +244,8 @@ class Policy:
         waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
         return (action, reason) if waited or not moment.loop_up or self.mode != "auto" else None
 
-    def _cooling(self, action: str, moment: Moment, *, patient: bool = True) -> bool:
-        patient = patient and action == "lower_lr"
-        return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps, patient=patient)
-
-    @staticmethod
-    def _too_fast(incident: Incident, readings: Readings) -> str | None:
-        """What says that the learning rate is too high for this run now."""
-        if readings.amp_scale_collapsed:
-            return "AMP loss scale collapsed"
-        return next((sign.replace(":", " of the ") for sign in LR_SIGNS if sign in incident.signs), None)
+    def _cooling(self, action: str, moment: Moment) -> bool:
+        return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""
@@ -261,7 +257,7 @@ class Policy:
         outcome = detail = ""
         if self.mode != "auto":
             outcome, detail = "observed", f"{reason}; mode is {self.mode}"
-        elif action == "rollback":
+        elif "rollback" in action:
             detail = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             outcome = "refused_budget" if detail else ""
         if outcome:
@@ -284,6 +280,7 @@ class Policy:
         command: Command | None = None,
     ) -> Decision:
         again = self._in_vain(incident, moment) if action == "rollback" else []
+        partial, most = action == "partial_rollback", self._actions.partial_layers
         return Decision(
             action=action,
             source=source,
@@ -293,6 +290,7 @@ class Policy:
             # R11: back to the same place means that the last target was not good enough, nor the window.
             before_step=min([incident.before_step, *(rollback.to_step for rollback in again)]),
             widen=2 ** len(again),
+            layers=partial_layers(incident, self._readings, most, command) if partial else (),
         )
 
     def _in_vain(self, incident: Incident | None, moment: Moment) -> list[Rollback]:

@@ -8,6 +8,8 @@ from trainer_plugin.budget import Rollback
 from trainer_plugin.incidents import Incident
 
 KEPT_INCIDENTS = 50
+# What a remedy waits for beside its own kind: a whole rollback lets a partial one have its time.
+_GENTLER = {"rollback": "partial_rollback"}
 
 
 class PolicyState(msgspec.Struct, kw_only=True):
@@ -33,19 +35,20 @@ class PolicyState(msgspec.Struct, kw_only=True):
         self.incidents = [*self.incidents[-KEPT_INCIDENTS:], incident]
         return incident
 
-    def cooling(self, action: str, steps_total: int, cooldown_steps: int, *, patient: bool = False) -> bool:
-        """Whether the last remedy of this kind has not had its time yet.
+    def cooling(self, action: str, steps_total: int, cooldown_steps: int) -> bool:
+        """Whether the last remedy of this kind, or a gentler one in its place, has not had its time yet.
 
-        That time is `cooldown_steps`; if `patient`, twice as long after each one that did not keep for twice its time:
-        what has to be repeated on and on is no remedy.
+        That time is `cooldown_steps`. For a lower rate it is twice as long after each one that did not keep for twice
+        its time: what has to be repeated on and on is no remedy.
         """
+        kinds = {action, _GENTLER.get(action, action)}
         done = sorted(
             remedy.steps_total
             for incident in self.incidents
-            for remedy in incident.tried(action)
-            if remedy.outcome == "done"
+            for remedy in incident.remedies
+            if remedy.action in kinds and remedy.outcome == "done"
         )
         wait = cooldown_steps
         for before, after in pairwise(done):
-            wait = 2 * wait if patient and after - before < 2 * wait else cooldown_steps
+            wait = 2 * wait if action == "lower_lr" and after - before < 2 * wait else cooldown_steps
         return bool(done) and steps_total - done[-1] < wait

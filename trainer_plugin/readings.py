@@ -4,7 +4,10 @@ import msgspec
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the detectors hold after a step. NaN stands for "not known yet"."""
+    """What the detectors hold after a step. NaN stands for "not known yet".
+
+    `layer_ratios`: gradient norm over its own baseline, of each layer that has one.
+    """
 
     loss_ema: float
     grad_norm_ema: float
@@ -25,3 +28,4 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
     withheld_steps: int
     amp_scale_collapsed: bool
     hard_batches: bool
+    layer_ratios: dict[str, float] = {}

@@ -8,21 +8,26 @@ from trainer_plugin.manifest import Manifest
 
 
 class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints:` of guard.yaml. `every` is in steps; the number kept per tier counts periodic ones."""
+    """`checkpoints:` of guard.yaml. `every` is in steps; the number kept per tier counts periodic ones.
+
+    `scenes` is how many spike scenes are kept beside them, 0 for none.
+    """
 
     local: str = "checkpoints/local"
     shared: str = "checkpoints/shared"
     every: int = 1000
     keep_local: int = 2
     keep_shared: int = 5
+    scenes: int = 3
     proof_steps: int = 50
 
     def __post_init__(self) -> None:
         for name in ("every", "keep_local", "keep_shared"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, found {getattr(self, name)}")
-        if self.proof_steps < 0:
-            raise ValueError(f"`proof_steps` must be at least 0, found {self.proof_steps}")
+        for name in ("scenes", "proof_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
         if Path(self.local).absolute() == Path(self.shared).absolute():
             raise ValueError(f"`local` and `shared` must be two folders, found {self.local!r} twice")
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from exporter.forks import let_go_in_children
 from exporter.runs import RunFolder, write_atomically
+from trainer_plugin.config import Config
 from trainer_plugin.data import Quarantine
 from trainer_plugin.learning_rate import LrState
 from trainer_plugin.policy_state import PolicyState
@@ -22,6 +24,9 @@ _log = logging.getLogger(__name__)
 SCHEMA = 1
 # A lock on another host whose heartbeat is older than this belongs to a job that is gone.
 _STALE_LOCK_SECONDS = 60.0
+
+
+_CONFIG_HEAD = "# The options in effect, as the job wrote them when it last started (schema 1).\n"
 
 
 class RunInUseError(RuntimeError):
@@ -121,8 +126,9 @@ class JobFolder:
         except OSError as error:
             raise type(error)(f"run folder {self.path} cannot be written: {error.strerror}") from error
         try:
-            for draft in self.path.glob(".state.json.*"):  # Of a job that was killed while it wrote.
-                draft.unlink(missing_ok=True)
+            for name in ("state.json", "guard.yaml"):
+                for draft in self.path.glob(f".{name}.*"):  # Of a job that was killed while it wrote.
+                    draft.unlink(missing_ok=True)
             self.inbox.create()
             self.state = self._load_state()
             self.quarantine = self._load_quarantine()
@@ -141,6 +147,19 @@ class JobFolder:
             OSError: it cannot be written.
         """
         write_atomically(self._state_path, content)
+
+    def save_config(self, config: Config) -> None:
+        """Write the options in effect as guard.yaml; one that somebody else has put there is left alone.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self.path / "guard.yaml"
+        if path.exists() and not path.read_bytes().startswith(_CONFIG_HEAD.encode()):
+            _log.warning("%s: not written by a job, left as it is", path)
+            return
+        options = yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+        write_atomically(path, (_CONFIG_HEAD + options).encode())
 
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Add a line to the trail `incidents.jsonl`."""

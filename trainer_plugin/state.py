@@ -96,7 +96,7 @@ class TrainingState:
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "data": self._data.state_dict() if self._data is not None else None,
-            "rng": _rng_state(),
+            "rng": rng_state(),
             "guard": guard,
         }
         return Snapshot(tensors=tensors, plain=_plain(plain), unjudged=self._unjudged)
@@ -145,13 +145,13 @@ class TrainingState:
             self._scheduler.load_state_dict(plain["scheduler"])
         # After the scheduler, and with the groups' own rates: a scheduler's load does not write them.
         for number, entry in enumerate(plain["optimizers"]):
-            self._restore_optimizer(number, entry, snapshot.tensors, moments)
+            self._restore_optimizer(number, entry, snapshot, moments)
         if self._scaler is not None:
             self._scaler.load_state_dict(plain["scaler"])
         if self._data is not None and plain["data"] is not None:
             self._data.load_state_dict(plain["data"])
         self._check_rates(snapshot.plain)
-        _set_rng_state(plain["rng"])
+        set_rng_state(plain["rng"])
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -167,9 +167,7 @@ class TrainingState:
         if not now == told == saved:
             raise ValueError(f"learning rates after the restore: optimizer {now}, schedule {told}, saved {saved}")
 
-    def _restore_optimizer(
-        self, number: int, entry: dict[str, Any], tensors: dict[str, Tensor], moments: Moments
-    ) -> None:
+    def _restore_optimizer(self, number: int, entry: dict[str, Any], snapshot: Snapshot, moments: Moments) -> None:
         optimizer = self._optimizers[number]
         if moments != "keep":
             optimizer.state.clear()
@@ -178,14 +176,25 @@ class TrainingState:
             if moments != "restore":
                 continue
             for parameter, name in zip(group["params"], names, strict=True):
-                prefix = f"optimizer/{number}/{name}/"
-                state: dict[str, Any] = dict(entry["state"].get(name, {}))
-                for key, value in tensors.items():
-                    if key.startswith(prefix):
-                        kind = key.removeprefix(prefix)
-                        state[kind] = value.to(_state_device(kind, parameter, group), copy=True)
+                state = moments_of(snapshot, number, name, parameter, group)
                 if state:
                     optimizer.state[parameter] = state
+
+
+def moments_of(
+    snapshot: Snapshot, number: int, name: str, parameter: nn.Parameter, group: dict[str, Any]
+) -> dict[str, Any]:
+    """Copies of what a snapshot holds of one parameter's optimizer state, each where torch keeps it; empty if nothing.
+
+    `number` is the optimizer's, `name` the parameter's in the model, `group` the one that it is in now.
+    """
+    prefix = f"optimizer/{number}/{name}/"
+    state: dict[str, Any] = _plain(snapshot.plain["optimizers"][number]["state"].get(name, {}))
+    for key, value in snapshot.tensors.items():
+        if key.startswith(prefix):
+            kind = key.removeprefix(prefix)
+            state[kind] = value.to(_state_device(kind, parameter, group), copy=True)
+    return state
 
 
 def encode_plain(plain: dict[str, Any]) -> bytes:
@@ -248,7 +257,8 @@ def _state_device(kind: str, parameter: nn.Parameter, group: dict[str, Any]) -> 
     return parameter.device
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """The random generators that training code draws from, as they are now, in plain values."""
     numpy_state: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is what training code draws from
     return {
         "python": random.getstate(),
@@ -263,7 +273,8 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Bring the generators back to a state; GPUs' only where there are any."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy_state = state["numpy"]

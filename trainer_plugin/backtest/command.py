@@ -33,10 +33,10 @@ def run_backtest(
     for path in paths:
         if not path:
             raise ValueError("LOG: a file's name wanted, found an empty one")
-    config = _read_config(config_path)
+    config = read_options(config_path)
     if plot_path is not None and (sweep or len(paths) > 1):
         raise ValueError("--plot draws one log under one set of options: give one LOG and no --sweep")
-    _check_targets(json_path, plot_path, inputs=[*map(Path, paths), *([] if config_path is None else [config_path])])
+    check_targets(json_path, plot_path, inputs=[*map(Path, paths), *([] if config_path is None else [config_path])])
     if sweep:
         found: Any = {"sweep": _sweep(paths, config, sweep)}
     else:
@@ -44,14 +44,19 @@ def run_backtest(
         files = [_judge(path, _options(config), plot) for path in paths]
         print("\n\n".join(table(file) for file in files))
         if plot is not None and plot_path is not None:
-            _write(plot_path, plot.draw(files[0], plot_path.suffix.lower()))
+            write_result(plot_path, plot.draw(files[0], plot_path.suffix.lower()))
         found = {"files": files}
     if json_path is not None:
-        _write(json_path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        write_result(json_path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     return 0
 
 
-def _read_config(path: Path | None) -> Config:
+def read_options(path: Path | None) -> Config:
+    """A guard.yaml, or the defaults.
+
+    Raises:
+        ValueError: it is none, in one line.
+    """
     try:
         return read_config({} if path is None else path)
     except RecursionError as error:
@@ -66,7 +71,7 @@ def _parse(text: str) -> Any:  # noqa: ANN401 - any value
         raise ValueError(f"a YAML value wanted, found {text[:60]!r}") from error
 
 
-def _check_targets(json_path: Path | None, plot_path: Path | None, *, inputs: list[Path]) -> None:
+def check_targets(json_path: Path | None, plot_path: Path | None, *, inputs: list[Path]) -> None:
     """Refuse what cannot be written to, or should not be, before anything is read."""
     if plot_path is not None and plot_path.suffix.lower() not in KINDS:
         raise ValueError(f"--plot {str(plot_path)!r}: a file's name that ends in {', '.join(KINDS)} wanted")
@@ -86,7 +91,7 @@ def _check_targets(json_path: Path | None, plot_path: Path | None, *, inputs: li
         raise ValueError(f"--json and --plot both name {json_path}: give each its own")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_result(path: Path, content: bytes) -> None:
     """Replace a file whole, where a link leads; a pipe or a device is written to as it is."""
     try:
         if str(path).startswith("/dev/") or (path.exists() and not path.is_file()):
