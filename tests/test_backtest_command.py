@@ -207,3 +207,20 @@ def test_a_curve_keeps_its_extremes():
     assert np.nanmin(lows) == pytest.approx(-1.0, abs=1e-3)
     assert np.isnan(lows[0])
     assert steps == sorted(steps)
+
+
+def test_one_bad_log_of_many_costs_the_others_nothing(log, tmp_path, capsys):
+    """What can be read is judged, printed and written; each other file is a line, and the exit code says so."""
+    bad, out = tmp_path / "bad.csv", tmp_path / "found.json"
+    bad.write_text("step,loss\n")
+    assert cli(["backtest", str(bad), str(log), str(tmp_path / "none.csv"), "--json", str(out)]) == 2
+    said = capsys.readouterr()
+    assert f"{log}: csv" in said.out
+    assert [line.split(": ")[1] for line in said.err.splitlines()] == [str(bad), str(tmp_path / "none.csv")]
+    assert [file["path"] for file in json.loads(out.read_text())["files"]] == [str(log)]
+
+
+def test_a_configuration_that_is_not_there_is_one_plain_line(log, tmp_path, capsys):
+    """The file and what is wrong with it, and no number of an error."""
+    assert cli(["backtest", str(log), "--config", str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err == f"trainer_plugin: {tmp_path / 'none.yaml'}: No such file or directory\n"

@@ -45,7 +45,11 @@ def cli(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"trainer_plugin: {printable(what)}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"trainer_plugin: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

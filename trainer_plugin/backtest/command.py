@@ -37,18 +37,28 @@ def run_backtest(
     if plot_path is not None and (sweep or len(paths) > 1):
         raise ValueError("--plot draws one log under one set of options: give one LOG and no --sweep")
     check_targets(json_path, plot_path, inputs=[*map(Path, paths), *([] if config_path is None else [config_path])])
+    errors: list[ValueError] = []
     if sweep:
         found: Any = {"sweep": _sweep(paths, config, sweep)}
     else:
         plot = Plot() if plot_path is not None else None
-        files = [_judge(path, _options(config), plot) for path in paths]
+        files = []
+        for path in paths:
+            try:
+                files.append(_judge(path, _options(config), plot))
+            except ValueError as error:
+                if len(paths) == 1:
+                    raise
+                errors.append(error)  # One bad log of many costs the others nothing.
         print("\n\n".join(table(file) for file in files))
         if plot is not None and plot_path is not None:
             write_result(plot_path, plot.draw(files[0], plot_path.suffix.lower()))
         found = {"files": files}
     if json_path is not None:
         write_result(json_path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    return 0
+    for unread in errors:
+        print(f"trainer_plugin: {printable(str(unread))}", file=sys.stderr)
+    return 2 if errors else 0
 
 
 def read_options(path: Path | None) -> Config:
