@@ -42,14 +42,7 @@ def run_backtest(
         found: Any = {"sweep": _sweep(paths, config, sweep)}
     else:
         plot = Plot() if plot_path is not None else None
-        files = []
-        for path in paths:
-            try:
-                files.append(_judge(path, _options(config), plot))
-            except ValueError as error:
-                if len(paths) == 1:
-                    raise
-                errors.append(error)  # One bad log of many costs the others nothing.
+        files, errors = _judge_each(paths, _options(config), plot)
         print("\n\n".join(table(file) for file in files))
         if plot is not None and plot_path is not None:
             write_result(plot_path, plot.draw(files[0], plot_path.suffix.lower()))
@@ -126,6 +119,19 @@ def _sweep(paths: list[str], config: Config, asked: list[str]) -> list[Combinati
     ]
     print(sweep_table(swept))
     return swept
+
+
+def _judge_each(paths: list[str], options: Options, plot: Plot | None) -> tuple[list[Judged], list[ValueError]]:
+    """The logs that can be read, and what is wrong with the others: a bad one of many costs those nothing."""
+    files, errors = [], []
+    for path in paths:
+        try:
+            files.append(_judge(path, options, plot))
+        except ValueError as error:
+            if len(paths) == 1:
+                raise
+            errors.append(error)
+    return files, errors
 
 
 def _judge(path: str, options: Options, plot: Plot | None, most_events: int = MOST_EVENTS) -> Judged:
