@@ -13,7 +13,7 @@ APT := apt-get -qq -o Dir::State::lists=$(CURDIR)/.tools/apt/lists -o Dir::Cache
 	-o APT::Sandbox::User=root
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial gpu-check format venv tools unpack-tools clean
+.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints gpu-check format venv tools unpack-tools clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -41,6 +41,9 @@ bench-detect: venv ## how well the detectors detect, beside the peers' rules; DE
 
 bench-partial: venv ## whether a partial rollback heals: a small GPT damaged in one block or in all
 	$(BIN)/python tests/bench/partial.py
+
+bench-checkpoints: venv ## what a checkpoint and the way back cost; for a quiet machine and a disk like the real one
+	$(BIN)/python tests/bench/checkpoints.py
 
 # Its own spelling of torch: whatever build for GPUs is installed there. PYTHON names the interpreter.
 gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, what it costs

@@ -19,6 +19,7 @@ OUTCOMES = ("done", "failed", "refused_cooldown", "refused_budget", "duplicate",
 TIERS = ("local", "shared")
 CHECKPOINT_KINDS = ("periodic", "scene")
 MOMENTS = ("first", "second")
+PROOFS = ("equal", "different")
 
 LOSS_RATIO_LEVELS = (1.2, 1.5, 2.0, 3.0)
 GRAD_NORM_RATIO_LEVELS = (3.0, 10.0)
@@ -242,6 +243,12 @@ CATALOG: tuple[Metric, ...] = (
         labels=(("tier", TIERS),),
     ),
     Metric(name="train_scene_failures_total", kind="counter", help="Spike scenes that could not be kept."),
+    Metric(
+        name="train_restore_proofs_total",
+        kind="counter",
+        help="Restored states held against the loss of their probe batch; a different one is not trained on.",
+        labels=(("outcome", PROOFS),),
+    ),
     Metric(
         name="train_rollback_target_step",
         kind="gauge",

@@ -26,7 +26,7 @@ def make_guard(tmp_path):
 
     def make(job: Job | None = None, **options) -> Job:
         job = job or adamw_job()
-        arguments = ("local_only", "on_signals", "clock", "resume", "optimizer", "scaler", "data")
+        arguments = ("local_only", "on_signals", "clock", "resume", "optimizer", "scaler", "data", "loss_fn")
         given = {name: options.pop(name) for name in arguments if name in options}
         given = {"optimizer": job.optimizer, "scheduler": job.scheduler, "data": job.data, "local_only": True, **given}
         job.guard = Guard(settings(tmp_path, **options), model=job.model, **given)

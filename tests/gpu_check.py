@@ -164,6 +164,15 @@ def check(name: str, options: dict[str, Any]) -> Iterator[tuple[str, bool]]:
             (huge,) = [signals for signals in training.signals if signals.huge]
             right = huge.withheld == "spike" and huge.grad_norm is not None and huge.grad_norm >= HUGE_NORM
             yield f"{name}: a huge gradient is withheld and told from an infinite one", same and right
+        saved, parts = training.outcome(), training.guard._parts
+        parts.save_checkpoint()
+        training.step()  # While it is on its way to the disk.
+        parts.checkpoints.wait()
+        (newest, *_) = parts.checkpoints.targets(1 << 62, proven_only=False)
+        parts.state.restore(parts.checkpoints.load(newest).snapshot)
+        yield f"{name}: a checkpoint in pinned memory is the state of its step", equal(saved, training.outcome())
+        parts.state.restore(parts.checkpoints._local.read(newest.name))
+        yield f"{name}: on disk as well", equal(saved, training.outcome())
         yield f"{name}: no error of the guard's own", training.errors() == 0
         training.guard.close()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
-from training import Job, equal, kick, spoil_gradient, tiny_model
+from training import Job, equal, kick, spoil_gradient, spoil_weights, tiny_model
 
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.probe import Limits, Probe
@@ -225,3 +225,21 @@ def test_a_compiled_model_is_measured_as_a_plain_one(how):
     assert rows[1][0].layer_grad_norms == pytest.approx(rows[0][0].layer_grad_norms)
     for name, parameter in rows[0][1].items():
         torch.testing.assert_close(rows[1][1][name].grad, parameter.grad)
+
+
+def test_a_probe_compiles_nothing_and_is_proven_in_a_compiled_loop(make_guard, caplog):
+    """With the model compiled, and the guard's calls in a compiled part, a rollback finds the loss that was saved."""
+    model = tiny_model()
+    job = Loop(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    make_guard(job, loss_fn=lambda model, batch: model(batch).square().squeeze(1))
+    model.compile(backend="eager")
+    job.finish = torch.compile(job.finish, backend="eager")
+    job.run(9)
+    before = graphs()
+    job.run(25)
+    spoil_weights(model)
+    job.step()
+    assert job.guard.step == 20
+    assert graphs() == before
+    assert job.guard.page.value("train_restore_proofs_total", "equal") == 1
+    assert "loss_fn is not used any more" not in caplog.text

@@ -13,7 +13,8 @@ from training import adamw_job, equal, hooks, spoil_gradient, spoil_weights, wai
 from exporter.commands import Command
 from trainer_plugin import manifest, scene
 from trainer_plugin.config import Config, read_config
-from trainer_plugin.state import decode_plain, set_rng_state
+from trainer_plugin.plain import decode_plain
+from trainer_plugin.rng import set_rng_state
 from trainer_plugin.tensor_files import read_tensors
 
 

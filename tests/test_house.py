@@ -29,7 +29,8 @@ ORDER = (
     "manifest", "retention", "inventory", "inventory_table", "time_limit",
     # Torch, and no policy.
     "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
-    "schedule", "faults", "tensor_files", "state", "layer_state", "tier", "checkpoints",
+    "schedule", "faults", "plain", "rng", "proof", "state", "layer_state", "slots", "tensor_files", "tier", "writer",
+    "checkpoints",
     # What sees both rows.
     "stop_signals", "recorder", "history", "scenes", "actions", "config", "metrics", "endpoint", "step_reader",
     "run_folder", "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",

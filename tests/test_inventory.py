@@ -205,6 +205,19 @@ def test_hostile_things_are_lines(run, tmp_path):
     assert {one.step for one in found.checkpoints} == {10, 20, 30, 50, 60, 70}
     assert len(found.problems) == 8
     assert all("\n" not in problem for problem in found.problems)
+    assert any(problem.startswith(f"{other}: schema 99, written by pretraining-guard") for problem in found.problems)
+
+
+def test_what_has_no_hash_is_damaged(run):
+    """A manifest that does not vouch for a file which a restore would open makes no checkpoint whole."""
+    for tier in run.tiers:
+        path = run.path(tier, 30) / manifest.NAME
+        fields = msgspec.json.decode(path.read_bytes())
+        del fields["files"]["plain.pt"]
+        path.write_bytes(msgspec.json.encode(fields))
+    found = run.look(verify=False)
+    assert found.rollback_target == 20
+    assert found.problems == [f"{run.path(tier, 30)}: no hash of plain.pt" for tier in run.tiers]
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[" * 100_000, b'{"schema": 7}', b'{"proven_step": "x"}'])

@@ -1,28 +1,44 @@
 """The manifest: a checkpoint is real when it is there, and whole when every file is what it says."""
 
+import hashlib
+
 import msgspec
 import pytest
+from tiers import flip
 
 from trainer_plugin import manifest
-from trainer_plugin.manifest import File, Manifest
-
-
-def describe(files: dict[str, File]) -> Manifest:
-    """A manifest of step 40."""
-    return Manifest(
-        run="tiny", step=40, branch=1, kind="periodic", finite=True, created=1.0, files=files, torch="2.13"
-    )  # fmt: skip
+from trainer_plugin.manifest import File, HashedFile, Manifest
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A sealed checkpoint of two files."""
-    folder = tmp_path / "step-000000040-001"
+    folder, files = tmp_path / "step-000000040-001", {}
     folder.mkdir()
-    (folder / "plain.pt").write_bytes(b"plain")
-    (folder / "tensors").write_bytes(bytes(3_000_000))
-    manifest.seal(folder, describe)
+    for name, content in (("plain.pt", b"plain"), ("tensors", bytes(3_000_000))):
+        with HashedFile(folder / name) as file:
+            file.write(content)
+        files[name] = file.entry
+    sealed = Manifest(
+        run="tiny", step=40, branch=1, kind="periodic", finite=True, created=1.0, files=files, torch="2.13"
+    )  # fmt: skip
+    manifest.seal(folder, sealed)
     return folder
+
+
+def test_a_file_is_hashed_while_it_is_written(tmp_path):
+    """Whatever it is given in whatever pieces, size and hash are those of the file that lies there in the end."""
+    with HashedFile(tmp_path / "file") as file:
+        assert [file.write(piece) for piece in (b"a" * 100_000, bytearray(b"bc"), memoryview(b"def")[::1], b"")] == [
+            100_000,
+            2,
+            3,
+            0,
+        ]
+    content = (tmp_path / "file").read_bytes()
+    assert file.entry == File(bytes=100_005, sha256=hashlib.sha256(content).hexdigest())
+    assert content.endswith(b"abcdef")
+    assert file.closed
 
 
 def test_a_sealed_folder_is_a_whole_checkpoint(folder):
@@ -34,19 +50,12 @@ def test_a_sealed_folder_is_a_whole_checkpoint(folder):
     assert manifest.faults(folder, found) == []
 
 
-def damage_bit(path):
-    """Flip one bit in the middle."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def cut(path):
     """Take the last byte off."""
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("hurt", [damage_bit, cut, lambda path: path.unlink()], ids=["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("hurt", [flip, cut, lambda path: path.unlink()], ids=["flipped", "truncated", "missing"])
 @pytest.mark.parametrize("name", ["plain.pt", "tensors"])
 def test_any_damage_is_found_and_named(folder, name, hurt):
     """One flipped bit, one missing byte or a missing file is a fault with the file's path in it."""
@@ -77,11 +86,31 @@ def test_a_manifest_that_does_not_fit_is_none(folder, change):
     assert manifest.read(folder) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": 2, "writer": "pretraining-guard 9"}, "schema 2, written by pretraining-guard 9; this reads 1"),
+        ({"schema": 2, "writer": ""}, "schema 2, written by an unnamed version; this reads 1"),
+        ({"schema": 2, "writer": "two\nlines"}, "schema 2, written by an unnamed version; this reads 1"),
+        ({"schema": 2, "writer": "x" * 1000}, "schema 2, written by an unnamed version; this reads 1"),
+        ({"schema": ["2"]}, "its manifest is damaged, or another checkpoint's"),
+        ({"step": 41}, "its manifest is damaged, or another checkpoint's"),
+    ],
+)
+def test_why_a_manifest_is_not_read_is_one_line(folder, change, reason):
+    """What wrote an unknown schema is told; what it says of itself is shown only if it is a short line."""
+    fields = msgspec.json.decode((folder / manifest.NAME).read_bytes())
+    (folder / manifest.NAME).write_bytes(msgspec.json.encode({**fields, **change}))
+    assert manifest.read(folder) is None
+    assert manifest.refusal(folder) == reason
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[" * 100_000], ids=["empty", "cut", "list", "deep"])
 def test_a_damaged_manifest_is_none(folder, content):
     """A manifest that cannot be decoded is none."""
     (folder / manifest.NAME).write_bytes(content)
     assert manifest.read(folder) is None
+    assert manifest.refusal(folder) == "its manifest is damaged"
 
 
 def test_a_copy_is_whole_and_replaces_what_was_there(folder, tmp_path):
@@ -90,23 +119,25 @@ def test_a_copy_is_whole_and_replaces_what_was_there(folder, tmp_path):
     target.mkdir(parents=True)
     (target / "leftover").touch()
     (folder / "stray").touch()
-    assert manifest.copy(folder, target) == manifest.read(folder)
+    copied = manifest.copy(folder, target, tier="shared")
+    assert copied == manifest.read(target) == msgspec.structs.replace(manifest.read(folder), tier="shared")
     assert sorted(path.name for path in target.iterdir()) == ["manifest.json", "plain.pt", "tensors"]
     assert manifest.faults(target, manifest.read(target)) == []
 
 
 def test_a_damaged_source_does_not_become_a_copy(folder, tmp_path):
     """When the files do not arrive as the manifest says, nothing stays in the target."""
-    damage_bit(folder / "tensors")
+    flip(folder / "tensors")
+    (tmp_path / "shared").mkdir()
     with pytest.raises(OSError, match="not what was written"):
-        manifest.copy(folder, tmp_path / "shared" / folder.name)
+        manifest.copy(folder, tmp_path / "shared" / folder.name, tier="shared")
     assert not (tmp_path / "shared" / folder.name).exists()
 
 
 def test_no_checkpoint_cannot_be_copied(tmp_path):
     """A folder without a manifest has nothing to copy, and makes nothing."""
     with pytest.raises(OSError, match="no checkpoint"):
-        manifest.copy(tmp_path, tmp_path / "target")
+        manifest.copy(tmp_path, tmp_path / "target", tier="shared")
     assert not (tmp_path / "target").exists()
 
 

@@ -212,7 +212,7 @@ def test_the_standing_is_on_the_page(metrics, page):
     standing = replace(
         STANDING, steps_total=501, lr_factor=0.5, clip_max_norm=0.25, incident_open=True, loop_up=False,
         rollback_target_step=300, checkpoint_steps={"local": 400, "shared": 400}, checkpoint_seconds={"local": 1.5},
-        scene_step=350,
+        scene_step=350, restore_proofs={"equal": 2, "different": 1},
     )  # fmt: skip
     metrics.stand(301, standing)
     series = found(page)
@@ -220,10 +220,13 @@ def test_the_standing_is_on_the_page(metrics, page):
         ("train_step",): 301.0, ("train_steps_total",): 501.0, ("train_lr_factor",): 0.5,
         ("train_clip_max_norm",): 0.25, ("train_incident_open",): 1.0, ("train_control_loop_up",): 0.0,
         ("train_rollback_target_step",): 300.0, ("train_checkpoint_step", "shared", "periodic"): 400.0,
-        ("train_checkpoint_seconds", "local"): 1.5,
+        ("train_checkpoint_seconds", "local"): 1.5, ("train_restore_proofs_total", "equal"): 2.0,
+        ("train_restore_proofs_total", "different"): 1.0,
         ("train_checkpoint_step", "shared", "scene"): 350.0,
     }  # fmt: skip
     assert {key: series[key] for key in expected} == expected
+    metrics.stand(302, standing)
+    assert found(page)["train_restore_proofs_total", "equal"] == 2.0
 
 
 def test_a_run_that_does_not_clip_shows_no_limit(metrics, page):

@@ -7,7 +7,7 @@ import torch
 from curves import signals
 
 from trainer_plugin.recorder import KEPT_STEPS, Recorder
-from trainer_plugin.state import set_rng_state
+from trainer_plugin.rng import set_rng_state
 
 
 def recorder_after(step: int, *batches, **options) -> Recorder:

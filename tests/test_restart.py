@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kills import kill_again_and_again
 from loaders import LoaderJob, assert_equal_but_for_the_start
+from tiers import open_checkpoints, whole
 from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
 
-from trainer_plugin import manifest
 from trainer_plugin.checkpoints import Checkpoints
 from trainer_plugin.guard import Guard
-from trainer_plugin.retention import CheckpointsConfig
 from trainer_plugin.run_folder import RunInUseError
 
 PROGRAM = Path(__file__).with_name("training.py")
@@ -152,15 +152,6 @@ def test_c07_the_restored_rate_is_the_schedulers(make_guard):
     assert fresh.rates == [0.01]
 
 
-def open_checkpoints(folder: Path) -> Checkpoints:
-    """The checkpoints of a run, as its next job finds them, everything in them proven."""
-    config = CheckpointsConfig(local=str(folder / "local"), shared=str(folder / "shared"))
-    checkpoints = Checkpoints(config, "tiny", on_failure=lambda _: None)
-    checkpoints.open()
-    checkpoints.proven_step = 1 << 62
-    return checkpoints
-
-
 def _save_for_ever(checkpoints: Checkpoints, first: int) -> None:
     """In a process of its own: save as fast as the disk takes it."""
     for step in range(first, 1 << 30, 10):
@@ -204,9 +195,18 @@ def test_c01_a_kill_during_a_save_leaves_whole_checkpoints_only(tmp_path, moment
         process.join()
         checkpoints = open_checkpoints(tmp_path)
         for name in ("local", "shared"):
-            found = list((tmp_path / name / "tiny").iterdir())
+            found = whole(tmp_path, name)
             assert found
-            assert all(manifest.faults(path, manifest.read(path)) == [] for path in found)
+            assert not any(found.values())
         target = checkpoints.targets(1 << 62)[0]
         assert target.step >= first
         assert checkpoints.load(target).snapshot.plain["guard"]["step"] == target.step
+
+
+@pytest.mark.live
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_c01_a_job_killed_at_any_moment_leaves_a_way_on(tmp_path):
+    """A job that saves, copies, rotates and goes back all the time, killed three times (`make soak`: 50 times)."""
+    moments = kill_again_and_again(tmp_path, 3, seed=1)
+    assert moments["with a proven checkpoint"] >= 1

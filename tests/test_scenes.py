@@ -14,10 +14,11 @@ from trainer_plugin.detectors import DetectionConfig
 from trainer_plugin.history import History
 from trainer_plugin.incidents import Incident
 from trainer_plugin.monitor import Monitor
+from trainer_plugin.plain import decode_plain
 from trainer_plugin.recorder import Recorder
 from trainer_plugin.retention import CheckpointsConfig
 from trainer_plugin.scenes import Scenes
-from trainer_plugin.state import TrainingState, decode_plain
+from trainer_plugin.state import TrainingState
 from trainer_plugin.tensor_files import read_tensors
 
 SPACING_STEPS = 100

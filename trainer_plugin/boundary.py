@@ -105,10 +105,10 @@ class Boundary:
         if not self._obey(moment):
             if parts.history.prove(parts.config.checkpoints.proof_steps, parts.policy.open_incident):
                 parts.save_proof()
-            if parts.history.step % parts.config.checkpoints.every == 0:
-                parts.save_checkpoint()
-            elif asked is not None and not self.stopping:
+            if asked is not None and not self.stopping:
                 parts.save_last_checkpoint()
+            elif parts.history.step % parts.config.checkpoints.every == 0:
+                parts.save_checkpoint()
         if asked is not None and not self.stopping:
             _log.warning("step %d: stopping, as %s asks", moment.step, asked)
             self.stopping = True
@@ -174,4 +174,5 @@ class Boundary:
             checkpoint_steps={tier: parts.checkpoints.newest_step(tier) for tier in ("local", "shared")},
             checkpoint_seconds=parts.checkpoints.seconds(),
             scene_step=parts.scenes.newest_step,
+            restore_proofs=parts.proof.outcomes,
         )

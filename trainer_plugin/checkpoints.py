@@ -1,33 +1,36 @@
-"""Checkpoints in two tiers: written in the background, kept by number, and the one a rollback would take.
+"""The checkpoints of a run in two tiers: saved in the background, kept by number, and the one a rollback would take.
 
-Knows retention and lineage, not why a run goes back. A checkpoint is written to the local tier first, then copied to
-the shared one; it is a rollback target when both hold it whole. Where one tier is out of order the other goes on.
+Knows retention and lineage, not why a run goes back. A checkpoint is a rollback target when both tiers hold it whole;
+where one tier is out of order the other goes on.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from trainer_plugin.manifest import File, Manifest
-from trainer_plugin.retention import CheckpointsConfig, Lineage
-from trainer_plugin.state import Snapshot
+from trainer_plugin.manifest import WRITER, Manifest
+from trainer_plugin.plain import plain_copy
+from trainer_plugin.retention import CheckpointsConfig, Lineage, kept
+from trainer_plugin.slots import Slots
+from trainer_plugin.state import Snapshot, TrainingState
 from trainer_plugin.tier import Tier
-from trainer_plugin.time_limit import within
+from trainer_plugin.time_limit import begin, within
+from trainer_plugin.writer import Writer, patience
 
 _log = logging.getLogger(__name__)
-# A tier that takes longer than this to check a checkpoint (and its bytes at that rate) hangs.
-_CHECK_SECONDS = 30.0
-_CHECK_BYTES_PER_SECOND = 50e6
+_HANG_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A checkpoint read back: from which tier, and which tiers could not be made whole."""
+    """A checkpoint read back: from which tier (or from memory), and which tiers could not be made whole.
+
+    The snapshot is good until the next save.
+    """
 
     manifest: Manifest
     snapshot: Snapshot
@@ -40,19 +43,33 @@ class Checkpoints:
 
     `lineage`, `proven_step` and `suspect` are kept up to date by the guard: a checkpoint is proven when it is live,
     not beyond `proven_step`, and in none of the `suspect` stretches of steps (first and last, both included).
+    `clock` tells Unix seconds. A tier that does not answer for `hang_seconds`, more for many bytes, is out of order.
     """
 
-    def __init__(self, config: CheckpointsConfig, run: str, *, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: CheckpointsConfig,
+        run: str,
+        *,
+        on_failure: Callable[[str], None],
+        make_tier: Callable[..., Tier] = Tier,
+        clock: Callable[[], float] = time.time,
+        hang_seconds: float = _HANG_SECONDS,
+    ) -> None:
+        self._config = config
         self._run = run
-        self._local = Tier("local", Path(config.local) / run, keep=config.keep_local)
-        self._shared = Tier("shared", Path(config.shared) / run, keep=config.keep_shared)
+        self._clock = clock
+        self._hang_seconds = hang_seconds
+        self._local = make_tier("local", Path(config.local) / run, config.tiers["local"])
+        self._shared = make_tier("shared", Path(config.shared) / run, config.tiers["shared"])
         self._tiers = (self._local, self._shared)
-        self._on_failure = on_failure
+        self._slots = Slots(config.keep_memory)
+        self._writer = Writer(
+            self._local, self._shared, rotate=self._rotate, on_failure=on_failure, hang_seconds=hang_seconds
+        )
         self.lineage = Lineage()
         self.proven_step = -1
         self.suspect: list[tuple[int, int]] = []
-        self._written = threading.Event()
-        self._written.set()
 
     def open(self) -> None:
         """Make the folders, remove what a killed job left half-done, and find the checkpoints that are whole.
@@ -76,30 +93,44 @@ class Checkpoints:
             found = self._local.folder.resolve()
             raise ValueError(f"checkpoints.local and checkpoints.shared must be two folders, found {found} twice")
 
-    def save(self, snapshot: Snapshot, step: int, kind: str = "periodic") -> bool:
-        """Write a snapshot in the background; False if the last one is still being written (it is then left out)."""
-        if not self._written.is_set():
+    def save(self, state: Snapshot, step: int, kind: str = "periodic", *, everywhere: bool = False) -> bool:
+        """Copy a state and write it in the background; False if it is left out, since no memory is free for it yet.
+
+        `state` may hold live tensors: they are read only until this returns. With `everywhere` it goes into the shared
+        tier too, whatever its interval.
+        """
+        draft = Manifest(
+            run=self._run,
+            step=step,
+            branch=self.lineage.branch,
+            kind=kind,
+            finite=False,  # Until the writer has looked.
+            created=self._clock(),
+            files={},
+            torch=str(torch.__version__),
+            proven=self._proven(step),
+            probe_loss=(state.plain.get("probe") or {}).get("loss"),
+            writer=WRITER,
+        )
+        slot = self._slots.take(state, draft.name)
+        if slot is None:
             return False
-        branch = self.lineage.branch
-
-        def write() -> None:
-            try:
-                self._write(snapshot, step, branch, kind)
-            finally:
-                self._written.set()
-
-        writer = threading.Thread(target=write, name="checkpoint-writer", daemon=True)
-        self._written.clear()
-        try:
-            writer.start()
-        except RuntimeError:  # No more threads. An interrupt in here leaves the writer at work, and is not caught.
-            self._written.set()
-            raise
+        due = step % self._config.every != 0 or step % self._shared.retention.every == 0
+        self._writer.start(slot, draft, local_only=not (due or everywhere))
         return True
+
+    def prepare(self, state: TrainingState) -> None:
+        """Get memory for states like this one, in the background; best when the optimizer has its moments."""
+        self._slots.touch(state.tensors())
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False if that takes longer."""
-        return self._written.wait(timeout_seconds)
+        return self._writer.wait(timeout_seconds)
+
+    @property
+    def writes_to(self) -> str:
+        """The tier that is being written to, or comes next."""
+        return self._writer.at
 
     def newest_step(self, tier_name: str) -> int:
         """Step of the newest whole and finite checkpoint of the live branch in a tier; -1 if there is none."""
@@ -118,7 +149,7 @@ class Checkpoints:
         usable = [
             m
             for m in self._known()
-            if m.step < before_step and m.finite and self.lineage.live(m) and (self._proven(m) or not proven_only)
+            if m.step < before_step and m.finite and self.lineage.live(m) and (self._proven(m.step) or not proven_only)
         ]
         return sorted(usable, key=lambda m: (m.step, len(self.tiers(m)), m.branch), reverse=True)
 
@@ -131,27 +162,15 @@ class Checkpoints:
         return tuple(tier.name for tier in self._tiers if checkpoint.name in tier.whole)
 
     def load(self, checkpoint: Manifest) -> Loaded:
-        """Read a checkpoint back after checking every byte in both tiers, mending one tier from the other.
+        """A checkpoint as it was saved, after checking every byte in both tiers, and mending one from the other.
+
+        It comes from memory where that still holds it, which saves the reading and not the checks (R16).
 
         Raises:
             OSError: no tier holds it whole.
         """
-        name, problems = checkpoint.name, []
-        seconds = _CHECK_SECONDS + sum(file.bytes for file in checkpoint.files.values()) / _CHECK_BYTES_PER_SECOND
-        good: list[Tier] = []
-        hung: list[Tier] = []
-        for tier in self._tiers:
-            try:
-                found = within(seconds, tier.faults, name)
-            except TimeoutError as error:
-                hung.append(tier)
-                problems.append(str(error))
-                continue
-            except OSError as error:
-                found = [str(error)]
-            problems += found
-            if not found:
-                good.append(tier)
+        name, seconds = checkpoint.name, patience(checkpoint.total_bytes, self._hang_seconds)
+        good, hung, problems = self._check(name, seconds)
         for problem in problems:
             _log.warning("%s", problem)
         if not good:
@@ -165,68 +184,39 @@ class Checkpoints:
             except OSError as error:
                 degraded.append(tier.name)
                 _log.warning("checkpoint of step %d stays damaged in tier %s: %s", checkpoint.step, tier.name, error)
-        snapshot = within(seconds, good[0].read, name)
-        return Loaded(manifest=checkpoint, snapshot=snapshot, tier=good[0].name, degraded=tuple(degraded))
-
-    def _write(self, snapshot: Snapshot, step: int, branch: int, kind: str) -> None:
-        """Both tiers, local first: the shared one by a copy, or from memory where the local one is out of order."""
-        finite = all(
-            bool(torch.isfinite(tensor).all())
-            for name, tensor in snapshot.tensors.items()
-            if tensor.is_floating_point() and name not in snapshot.unjudged
-        )
-
-        def describe(files: dict[str, File]) -> Manifest:
-            return Manifest(
-                run=self._run,
-                step=step,
-                branch=branch,
-                kind=kind,
-                finite=finite,
-                created=time.time(),
-                files=files,
-                torch=str(torch.__version__),
-            )
-
-        began, name = time.monotonic(), describe({}).name
-        if not finite:
-            _log.warning("checkpoint of step %d holds values that are not finite: never a target", step)
-            self._on_failure("local")
-        local = self._attempt(self._local, step, began, lambda: self._local.write(snapshot, name, describe))
-        if not finite:
-            return  # Evidence, in one tier, until the next one is written.
-        if local:
-            self._attempt(self._shared, step, began, lambda: self._shared.take(self._local, name))
+        held = self._slots.find(name)
+        if held is not None:  # Its plain half as a copy: whoever takes it up may keep it, and change it.
+            snapshot, source = replace(held, plain=plain_copy(held.plain)), "memory"
         else:
-            self._attempt(self._shared, step, began, lambda: self._shared.write(snapshot, name, describe))
+            snapshot, source = within(seconds, good[0].read, name), good[0].name
+        return Loaded(manifest=checkpoint, snapshot=snapshot, tier=source, degraded=tuple(degraded))
 
-    def _attempt(self, tier: Tier, step: int, began: float, write: Callable[[], Manifest]) -> bool:
-        """Write into a tier and rotate it; a failure is counted, and the training goes on."""
-        try:
-            written = write()
-            tier.seconds = time.monotonic() - began
-            tier.rotate(self._kept(tier, written.name))
-        except Exception as error:  # noqa: BLE001 - whatever the disk says
-            _log.warning("checkpoint of step %d failed in tier %s: %s", step, tier.name, error)
-            self._on_failure(tier.name)
-            return False
-        return True
+    def _check(self, name: str, seconds: float) -> tuple[list[Tier], list[Tier], list[str]]:
+        """The tiers that hold a checkpoint whole, those that do not answer, and what is wrong; read side by side."""
+        good, hung, problems = [], [], []
+        for tier, check in [(tier, begin(tier.faults, name)) for tier in self._tiers]:
+            try:
+                found = check(seconds)
+            except TimeoutError as error:
+                hung.append(tier)
+                found = [f"tier {tier.name}: {error}"]
+            except OSError as error:
+                found = [str(error)]
+            problems += found
+            if not found:
+                good.append(tier)
+        return good, hung, problems
 
-    def _kept(self, tier: Tier, newest: str) -> set[str]:
-        """The newest of the live branch, and the newest proven one whatever its age.
+    def _rotate(self, tier: Tier, written: Manifest) -> None:
+        names = kept(
+            list(tier.whole.values()),
+            keep=tier.retention.keep,
+            live=self.lineage.live,
+            proven=lambda checkpoint: self._proven(checkpoint.step),
+        )
+        tier.rotate({written.name, *names})
 
-        While nothing of the live branch is proven, what it left behind may still be all there is.
-        """
-        finite = sorted((m for m in tier.whole.values() if m.finite), key=lambda m: (m.step, m.branch))
-        live = [m for m in finite if self.lineage.live(m)]
-        proven = [m for m in live if self._proven(m)]
-        kept = [*live[-tier.keep :], *proven[-1:]]
-        if not proven:
-            kept += [m for m in finite if m not in live][-tier.keep :]
-        return {newest, *(m.name for m in kept)}
-
-    def _proven(self, checkpoint: Manifest) -> bool:
-        step = checkpoint.step
+    def _proven(self, step: int) -> bool:
         return step <= self.proven_step and not any(first <= step <= last for first, last in self.suspect)
 
     def _known(self) -> list[Manifest]:

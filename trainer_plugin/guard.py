@@ -20,6 +20,7 @@ from trainer_plugin.data import Data
 from trainer_plugin.history import Resume
 from trainer_plugin.parts import Parts
 from trainer_plugin.probe import Limits
+from trainer_plugin.proof import LossFn
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
 from trainer_plugin.untraced import untraced
@@ -49,6 +50,7 @@ class Guard:
         scaler: AMP's GradScaler, where there is one.
         data: any iterable of batches; one with `state_dict` and `load_state_dict` can go back, and so can a loader
             with an `IndexSampler`.
+        loss_fn: `loss_fn(model, batch)` gives the loss of each sample; with it a restore proves itself on a batch.
         run: the run's name; replaces the config's.
         resume: `auto` goes on from the run's newest checkpoint, `require` fails without one, `never` starts anew.
         local_only: act without waiting for alerts, as when no Prometheus watches.
@@ -70,6 +72,7 @@ class Guard:
         scheduler: Any = None,  # noqa: ANN401 - anything with state_dict and load_state_dict
         scaler: Any = None,  # noqa: ANN401 - a GradScaler of any device
         data: Iterable[Any] | None = None,
+        loss_fn: LossFn | None = None,
         run: str | None = None,
         resume: Resume = "auto",
         local_only: bool = False,
@@ -86,6 +89,7 @@ class Guard:
             scheduler=scheduler,
             scaler=scaler if scaler is not None and scaler.is_enabled() else None,
             data=self._data,
+            loss_fn=loss_fn,
             resume=resume,
             take_folder=_take_folder,
         )
@@ -126,6 +130,7 @@ class Guard:
         self._parts.errors.attempt(
             partial(self._parts.recorder.hand_out, batch), self._data.position - 1, step=self.step
         )
+        self._parts.proof.offer(batch)
         if left_out:
             self.page.add("train_steps_skipped_total", left_out, "quarantined")
         if self._data.weight(self.step + 1) < 1.0:
@@ -168,6 +173,7 @@ class Guard:
         steps = self._parts.history.steps_total - self._settled_total
         if steps == 0:
             self._warn_of_forgotten()
+            self._parts.errors.attempt(self._parts.checkpoints.prepare, self._parts.state, step=self.step)
         if steps % _STRANGERS_EVERY_STEPS == 0 and not self._strangers_said:
             self._warn_of_strangers()
 

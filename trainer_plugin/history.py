@@ -5,7 +5,9 @@ from typing import Any, Literal
 
 from trainer_plugin.checkpoints import Checkpoints, Loaded
 from trainer_plugin.incidents import Incident
+from trainer_plugin.manifest import Manifest
 from trainer_plugin.monitor import Monitor
+from trainer_plugin.proof import ProofError
 from trainer_plugin.state import TrainingState
 
 _log = logging.getLogger(__name__)
@@ -33,20 +35,14 @@ class History:
         before = self._checkpoints.targets(before_step, proven_only=False)
         # Better a state that the incident may have touched than none at all: the detectors go on watching it.
         rest = [target for target in self._checkpoints.targets(_ANY_STEP, proven_only=False) if target not in before]
-        for target in [*before, *rest] if resume != "never" else []:
-            try:
-                loaded = self._checkpoints.load(target)
-            except OSError as error:
-                _log.warning("%s", error)
-                continue
-            self._state.restore(loaded.snapshot)
+        loaded = self._load_first([*before, *rest]) if resume != "never" else None
+        if loaded is not None:
             self.steps_total = max(self.steps_total, loaded.snapshot.plain["guard"]["steps_total"])
             self.went_back_to(loaded)
             why = "the newest whole one"
             if incident is not None:
-                why = (
-                    f"{'the newest before' if target in before else 'none is left from before'} incident {incident.id}"
-                )
+                place = "the newest before" if loaded.manifest in before else "none is left from before"
+                why = f"{place} incident {incident.id}"
             _log.warning("run %s: goes on from step %d (%s tier, %s)", run, self.step, loaded.tier, why)
             return True
         if resume == "require":
@@ -62,12 +58,36 @@ class History:
         """The branch that is being trained."""
         return self._checkpoints.lineage.branch
 
-    def save(self, lasting: dict[str, Any]) -> bool:
-        """Save a checkpoint of this step in the background; False if the last one is still being written.
+    def save(self, lasting: dict[str, Any], *, everywhere: bool = False) -> bool:
+        """Save a checkpoint of this step in the background; False if it is left out, the last one still being written.
 
         `lasting` is a copy of what never rewinds, in case the run's folder is lost.
         """
-        return self._checkpoints.save(self._state.capture({**self.rewinding(), "lasting": lasting}), self.step)
+        state = self._state.live({**self.rewinding(), "lasting": lasting})
+        return self._checkpoints.save(state, self.step, everywhere=everywhere)
+
+    def _load_first(self, targets: list[Manifest]) -> Loaded | None:
+        """Restore the first target that can be loaded and proves itself; None if there is nothing to load.
+
+        What proves itself by its hashes alone is better than nothing: a job that ended here would end so again.
+        """
+        unproven = []
+        for target, proven in [*((target, True) for target in targets), *((target, False) for target in targets)]:
+            if not proven and target not in unproven:
+                continue
+            try:
+                loaded = self._checkpoints.load(target)
+                self._state.restore(loaded.snapshot, unproven=not proven)
+            except OSError as error:
+                _log.warning("%s", error)
+            except ProofError as error:
+                unproven.append(target)
+                _log.warning("checkpoint of step %d is not taken: %s", target.step, error)
+            else:
+                if not proven:
+                    _log.warning("no checkpoint proves itself by its loss: is loss_fn or the machine another one?")
+                return loaded
+        return None
 
     def went_back_to(self, loaded: Loaded) -> None:
         """Take up the guard's own part of a state that was restored; what is trained from here on is a new branch."""

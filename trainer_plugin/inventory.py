@@ -122,10 +122,12 @@ class _Look:
             return
         except OSError:
             seen = False  # Why, is told below.
-        _, reason = _size(path)
-        known = _read_manifest(folder) if reason is None else None
+        size, reason = _size(path)
+        if size is not None and size > _MAX_BYTES:
+            reason = f"{size} bytes are too many"
+        known = manifest.read(folder) if reason is None else None
         if known is None:
-            faults = [f"{path}: {reason or 'damaged, or of another version'}"]
+            faults = [f"{path}: {reason or manifest.refusal(folder)}"]
         else:
             self._tell(str(folder))
             faults = self._faults(folder, known)
@@ -137,7 +139,7 @@ class _Look:
         found.problems += faults
 
     def _faults(self, folder: Path, known: Manifest) -> list[str]:
-        faults = []
+        faults = [f"{folder}: no hash of {name}" for name in manifest.unhashed(known)]
         for name, file in known.files.items():
             size, reason = _size(folder / name)
             if size not in (None, file.bytes):
@@ -166,7 +168,7 @@ def _listed(known: Manifest, tiers: dict[str, str], state: _State | None) -> Lis
             obstacle = f"not before incident {incident.id}, which is open"
     return Listed(
         step=known.step, branch=known.branch, kind=known.kind, tiers=tiers, finite=known.finite, proven=proven,
-        bytes=_bytes_of(known), obstacle=obstacle,
+        bytes=known.total_bytes, obstacle=obstacle,
     )  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def _add_scenes(folder: Path, found: Inventory, *, verify: bool, tell: Callable[
         if known is not None and told is not None:
             listed = Listed(
                 step=told.step, branch=told.branch, kind="scene", tiers=dict.fromkeys(TIERS, "absent"),
-                finite=known.finite, proven=False, bytes=_bytes_of(known), obstacle="a scene", incident=told.incident,
+                finite=known.finite, proven=False, bytes=known.total_bytes, obstacle="a scene", incident=told.incident,
                 folder=str(folder / name),
             )  # fmt: skip
             found.checkpoints.append(listed)
@@ -226,14 +228,6 @@ def _state_in(path: Path) -> _State:
     return state
 
 
-def _read_manifest(folder: Path) -> Manifest | None:
-    size, _ = _size(folder / manifest.NAME)
-    try:
-        return manifest.read(folder) if size is not None and size <= _MAX_BYTES else None
-    except RecursionError:
-        return None
-
-
 def _size(path: Path) -> tuple[int | None, str | None]:
     """The size of a file in bytes, or why it is not to be opened: a pipe would be waited at for ever."""
     try:
@@ -241,7 +235,3 @@ def _size(path: Path) -> tuple[int | None, str | None]:
     except (OSError, ValueError) as error:
         return None, getattr(error, "strerror", None) or str(error)
     return (status.st_size, None) if stat.S_ISREG(status.st_mode) else (None, "no regular file")
-
-
-def _bytes_of(known: Manifest) -> int:
-    return sum(file.bytes for file in known.files.values())

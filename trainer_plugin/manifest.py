@@ -4,10 +4,13 @@ A folder without a readable manifest is no checkpoint. Nothing in one is opened 
 """
 
 import hashlib
+import io
 import os
 import shutil
-from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,7 +18,14 @@ from exporter.runs import write_atomically
 
 SCHEMA = 1
 NAME = "manifest.json"
+PLAIN = "plain.pt"
+METADATA = ".metadata"
+try:
+    WRITER = f"pretraining-guard {version('pretraining-guard')}"
+except PackageNotFoundError:
+    WRITER = "pretraining-guard from a checkout"
 _BLOCK_BYTES = 1 << 20
+_LONGEST_WRITER = 100
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +35,44 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
+class HashedFile(io.BufferedWriter):
+    """A new file, hashed while it is written from front to back, on disk when it is closed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, content: Any) -> int:  # noqa: ANN401 - bytes, or whatever can be seen as them
+        """Add to the end."""
+        self._digest.update(content)
+        self._bytes += memoryview(content).nbytes
+        return super().write(content)
+
+    def close(self) -> None:
+        """Let the disk have it."""
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+    @property
+    def entry(self) -> File:
+        """Size and hash of all that was written."""
+        return File(bytes=self._bytes, sha256=self._digest.hexdigest())
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint's own description. `branch` counts the rollbacks before it: steps come again, branches do not."""
+    """A checkpoint's own description. `branch` counts the rollbacks before it: steps come again, branches do not.
+
+    `proven` is so as of writing: most become so later. `probe_loss` is that of the run's probe batch, where it has one.
+    """
 
     run: str
     step: int
@@ -36,6 +82,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     files: dict[str, File]
     torch: str
+    tier: str = ""
+    proven: bool = False
+    probe_loss: float | None = None
+    writer: str = ""
     schema: int = SCHEMA
 
     @property
@@ -43,27 +93,49 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The checkpoint's folder name, in every tier."""
         return f"step-{self.step:09d}-{self.branch:03d}"
 
+    @property
+    def total_bytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.bytes for file in self.files.values())
+
 
 def read(folder: Path) -> Manifest | None:
     """The manifest of a folder; None where there is none, or none that can be understood."""
     try:
         manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None
     plain_names = all(Path(name).name == name for name in manifest.files)
     return manifest if manifest.schema == SCHEMA and manifest.name == folder.name and plain_names else None
 
 
-def seal(folder: Path, describe: Callable[[dict[str, File]], Manifest]) -> Manifest:
-    """Hash the files of a finished folder and make it a checkpoint.
+def refusal(folder: Path) -> str:
+    """Why the manifest that lies in a folder is not read: in one line, with what wrote it where that is told."""
+    try:
+        told = msgspec.json.decode((folder / NAME).read_bytes())
+        schema, writer = told["schema"], str(told.get("writer") or "")
+    except (OSError, msgspec.MsgspecError, RecursionError, TypeError, KeyError, AttributeError):
+        return "its manifest is damaged"
+    if isinstance(schema, int) and schema != SCHEMA:
+        # Whatever lies there is shown to people: one line of it, and no more.
+        named = writer if writer.isprintable() and 0 < len(writer) <= _LONGEST_WRITER else "an unnamed version"
+        return f"schema {schema}, written by {named}; this reads {SCHEMA}"
+    return "its manifest is damaged, or another checkpoint's"
+
+
+def seal(folder: Path, manifest: Manifest) -> Manifest:
+    """Make a finished folder a checkpoint.
 
     Raises:
-        OSError: a file cannot be read, or the manifest not be written.
+        OSError: the manifest cannot be written.
     """
-    files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
-    manifest = describe(files)
     write_atomically(folder / NAME, msgspec.json.encode(manifest))
-    _sync_folder(folder)
+    for path in (folder, folder.parent):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     return manifest
 
 
@@ -82,8 +154,13 @@ def faults(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def copy(source: Path, target: Path) -> Manifest:
-    """Copy a checkpoint into another tier, whole or not at all, verified against its manifest on arrival.
+def unhashed(manifest: Manifest) -> list[str]:
+    """The files that a restore would open although the manifest has no hash of them."""
+    return sorted({PLAIN, METADATA} - manifest.files.keys())
+
+
+def copy(source: Path, target: Path, *, tier: str) -> Manifest:
+    """Copy a checkpoint into a tier, whole or not at all, verified against its manifest on arrival.
 
     Raises:
         OSError: it cannot be read or written, or arrives otherwise than it left.
@@ -92,19 +169,22 @@ def copy(source: Path, target: Path) -> Manifest:
     if manifest is None:
         raise OSError(f"{source}: no checkpoint")
     remove(target)
-    target.mkdir(parents=True, mode=0o700)
-    for name in manifest.files:
-        with (source / name).open("rb") as reader, (target / name).open("wb") as writer:
-            shutil.copyfileobj(reader, writer, _BLOCK_BYTES)
-            writer.flush()
-            os.fsync(writer.fileno())
-    problems = faults(target, manifest)
-    if problems:
-        remove(target)
+    target.mkdir(mode=0o700)
+    try:
+        for name in manifest.files:
+            with (source / name).open("rb") as reader, (target / name).open("wb") as writer:
+                shutil.copyfileobj(reader, writer, _BLOCK_BYTES)
+                writer.flush()
+                os.fsync(writer.fileno())
+        problems = faults(target, manifest)
+        sealed = None if problems else seal(target, msgspec.structs.replace(manifest, tier=tier))
+    except BaseException:
+        discard(target)
+        raise
+    if sealed is None:
+        discard(target)
         raise OSError("; ".join(problems))
-    write_atomically(target / NAME, msgspec.json.encode(manifest))
-    _sync_folder(target)
-    return manifest
+    return sealed
 
 
 def remove(folder: Path) -> None:
@@ -112,6 +192,13 @@ def remove(folder: Path) -> None:
     (folder / NAME).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove what has failed, as far as that goes: a full disk would stay full."""
+    with suppress(OSError):
+        (folder / NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hash(path: Path) -> File:
@@ -122,11 +209,3 @@ def _hash(path: Path) -> File:
             digest.update(block)
             size += len(block)
     return File(bytes=size, sha256=digest.hexdigest())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from exporter.catalog import TIERS
 from exporter.page import Page
@@ -46,6 +46,7 @@ class Standing:
     checkpoint_steps: dict[str, int]
     checkpoint_seconds: dict[str, float]
     scene_step: int
+    restore_proofs: dict[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -182,6 +183,9 @@ class Metrics:
         page.set("train_checkpoint_step", standing.scene_step, "shared", "scene")
         for tier, seconds in standing.checkpoint_seconds.items():
             page.set("train_checkpoint_seconds", seconds, tier)
+        for outcome, count in standing.restore_proofs.items():
+            name = "train_restore_proofs_total"
+            page.add(name, count - (page.value(name, outcome) or 0.0), outcome)
 
 
 class _RecentMax:
@@ -211,7 +215,7 @@ def _thresholds(config: Config) -> dict[str, float]:
         "sustained_steps": detection.sustained_steps,
         "amp_scale_floor": detection.amp_scale_floor,
         "amp_scale_ceiling": detection.amp_scale_ceiling,
-        "checkpoint_every_steps": config.checkpoints.every,
+        "checkpoint_every_steps": max(tier.every for tier in config.checkpoints.tiers.values()),
         "alert_grace_seconds": config.actions.alert_grace_seconds,
         "rollbacks_per_day": budget.rollbacks_per_day,
         "lr_floor": budget.lr_floor,

@@ -25,13 +25,15 @@ from trainer_plugin.layer_signals import LayerSignals
 from trainer_plugin.layer_state import LayerState
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.monitor import Monitor
+from trainer_plugin.plain import encode_plain
 from trainer_plugin.policy import Policy
 from trainer_plugin.probe import Probe, plain_name
+from trainer_plugin.proof import LossFn, Proof
 from trainer_plugin.recorder import Recorder
 from trainer_plugin.run_folder import JobFolder, RunState
 from trainer_plugin.scenes import Scenes
 from trainer_plugin.schedule import Schedule
-from trainer_plugin.state import TrainingState, encode_plain
+from trainer_plugin.state import TrainingState
 from trainer_plugin.step_reader import StepReader
 from trainer_plugin.stop_signals import StopSignals
 
@@ -57,6 +59,7 @@ class Parts:
         scheduler: Any,  # noqa: ANN401 - anything with state_dict and load_state_dict
         scaler: Any,  # noqa: ANN401 - a GradScaler of any device
         data: Data | None,
+        loss_fn: LossFn | None,
         resume: Resume,
         take_folder: Callable[[Config], JobFolder],
     ) -> None:
@@ -64,8 +67,13 @@ class Parts:
         # What is wrong with the training loop is told before anything is made.
         self.probe = Probe(model, torchs_clip=config.mode == "observe")
         self.data = data
-        self.state = TrainingState(model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=data)
-        encode_plain(self.state.capture({}).plain)
+        self.proof = Proof(model, loss_fn)
+        self.state = TrainingState(
+            model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=data, proof=self.proof
+        )
+        encode_plain(self.state.live({}).plain)
+        if loss_fn is not None and data is None:
+            _log.warning("run %s: loss_fn without data: there is no batch to prove a restore by", config.run)
 
         self.folder = take_folder(config)
         with ExitStack() as undo:
@@ -229,22 +237,22 @@ class Parts:
             clip_until=self.clip.tight_until,
         )
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, *, everywhere: bool = False) -> None:
         """Save in the background; what fails or has to be left out is counted."""
         try:
-            saved = self.history.save(msgspec.to_builtins(self.run_state()))
+            saved = self.history.save(msgspec.to_builtins(self.run_state()), everywhere=everywhere)
         except Exception:
             self.count_checkpoint_failure("local")
             raise
         if not saved:
             _log.warning("step %d: checkpoint left out, the last one is still being written", self.history.step)
-            self.count_checkpoint_failure("local")
+            self.count_checkpoint_failure(self.checkpoints.writes_to)
         self.save_state()
 
     def save_last_checkpoint(self) -> None:
-        """As above, but never left out."""
+        """As above, but never left out, and into both tiers: this host may be gone when the run goes on."""
         self.checkpoints.wait(_WRITER_SECONDS)
-        self.save_checkpoint()
+        self.save_checkpoint(everywhere=True)
 
     def count_checkpoint_failure(self, tier: str) -> None:
         """Put it on the page."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from trainer_plugin.rng import rng_state
 from trainer_plugin.signals import Signals
-from trainer_plugin.state import rng_state
 
 KEPT_STEPS = 64
 # On an accelerator a step is judged one boundary late.

@@ -1,7 +1,7 @@
 """Spike scenes, stored apart (R15): the first of each incident, the newest few incidents, never a rollback target.
 
-A scene is as large as a checkpoint. Its copy of the state is taken at the boundary, as for a checkpoint; everything
-else is done in a thread of its own, once the checkpoints' writer is idle.
+A scene is as large as a checkpoint. Its copy of the state is taken at the boundary, in fresh memory: what is kept for
+checkpoints stays theirs. Everything else is done in a thread of its own, once the checkpoints' writer is idle.
 """
 
 import logging
@@ -18,8 +18,9 @@ from msgspec import structs
 from trainer_plugin import scene
 from trainer_plugin.history import History
 from trainer_plugin.incidents import Incident
-from trainer_plugin.manifest import File, Manifest
+from trainer_plugin.manifest import WRITER, Manifest
 from trainer_plugin.recorder import Recorder, Start
+from trainer_plugin.retention import SaveEvery
 from trainer_plugin.scene import Scene, plain_signals
 from trainer_plugin.signals import Signals
 from trainer_plugin.state import Snapshot, TrainingState
@@ -51,7 +52,7 @@ class Scenes:
         on_saved: Callable[[Scene, float], None],
     ) -> None:
         self._run = run_folder.name
-        self._tier = Tier("scenes", run_folder / "scenes", keep=keep)
+        self._tier = Tier("scenes", run_folder / "scenes", SaveEvery(every=spacing_steps, keep=keep))
         self._keep = keep
         self._spacing_steps = spacing_steps
         self._state = state
@@ -159,20 +160,11 @@ class Scenes:
             raise
 
     def _write(self, new: Scene, snapshot: Snapshot) -> None:
-        finite = all(
-            bool(torch.isfinite(tensor).all())
-            for name, tensor in snapshot.tensors.items()
-            if tensor.is_floating_point() and name not in snapshot.unjudged
-        )
-
-        def describe(files: dict[str, File]) -> Manifest:
-            return Manifest(
-                run=new.run, step=new.step, branch=new.branch, kind="scene", finite=finite, created=new.created,
-                files=files, torch=new.torch,
-            )  # fmt: skip
-
-        name = describe({}).name
-        self._tier.write(snapshot, name, describe)
+        draft = Manifest(
+            run=new.run, step=new.step, branch=new.branch, kind="scene", finite=snapshot.finite, created=new.created,
+            files={}, torch=new.torch, writer=WRITER,
+        )  # fmt: skip
+        name = self._tier.write(snapshot, draft).name
         try:
             scene.write(self._tier.folder / name, new)
         except OSError:

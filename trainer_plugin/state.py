@@ -1,28 +1,30 @@
 """The state that rewinds (R14), captured and restored by name, all of it or none.
 
-A snapshot holds copies only: nothing in it is a live tensor, and restoring copies out of it, so that one snapshot can
-be restored any number of times.
+Restoring copies out of a snapshot, so that one can be restored any number of times.
 """
 
-import io
-import random
-from copy import copy
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_plugin.data import Data
+from trainer_plugin.plain import plain_copy
+from trainer_plugin.proof import Proof
+from trainer_plugin.rng import RNG_PARTS, rng_state, set_rng_state
+
+_log = logging.getLogger(__name__)
 
 Moments = Literal["restore", "reset", "keep"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The rewinding state of one step: CPU tensors by name, and everything else as plain values.
+    """The rewinding state of one step: tensors by name, and everything else as plain values.
 
     `unjudged` are the tensors that need not be finite: buffers that never were, such as a mask of -inf.
     """
@@ -31,9 +33,17 @@ class Snapshot:
     plain: dict[str, Any] = field(default_factory=dict)
     unjudged: frozenset[str] = frozenset()
 
+    @property
+    def finite(self) -> bool:
+        """Whether every number in it that ought to be finite is."""
+        return all(_finite(tensor) for name, tensor in self.tensors.items() if name not in self.unjudged)
+
 
 class TrainingState:
-    """Everything of a training loop that goes back together: model, optimizers, scheduler, scaler, RNG, data."""
+    """Everything of a training loop that goes back together: model, optimizers, scheduler, scaler, RNG, data.
+
+    With a `proof`, each state is taken with the loss of a probe batch, and proven by it when it is back.
+    """
 
     def __init__(
         self,
@@ -43,12 +53,14 @@ class TrainingState:
         scheduler: Any = None,  # noqa: ANN401 - anything with state_dict and load_state_dict
         scaler: Any = None,  # noqa: ANN401
         data: Data | None = None,
+        proof: Proof | None = None,
     ) -> None:
         self._model = model
         self._optimizers = optimizers
         self._scheduler = scheduler
         self._scaler = scaler
         self._data = data
+        self.proof = proof
         self._unjudged = frozenset(
             f"model/{name}"
             for name, buffer in model.named_buffers()
@@ -67,39 +79,52 @@ class TrainingState:
             self._names.append([[names[id(p)] for p in group["params"]] for group in optimizer.param_groups])
 
     def capture(self, guard: dict[str, Any]) -> Snapshot:
-        """Copy the whole state to the host; `guard` is the guard's own rewinding part (plain values)."""
-        tensors: dict[str, Tensor] = {}
-        model_plain: dict[str, Any] = {}
-        for name, value in self._model.state_dict().items():
-            if isinstance(value, Tensor):
-                tensors[f"model/{name}"] = _copy(value)
-            else:
-                model_plain[name] = value
-        optimizers = []
-        for number, optimizer in enumerate(self._optimizers):
-            plain_state: dict[str, dict[str, Any]] = {}
-            for group, names in zip(optimizer.param_groups, self._names[number], strict=True):
-                for parameter, name in zip(group["params"], names, strict=True):
-                    for key, value in optimizer.state.get(parameter, {}).items():
-                        if isinstance(value, Tensor):
-                            tensors[f"optimizer/{number}/{name}/{key}"] = _copy(value)
-                        else:
-                            plain_state.setdefault(name, {})[key] = value
-            groups = [
-                {"params": names, **{key: value for key, value in group.items() if key != "params"}}
-                for group, names in zip(optimizer.param_groups, self._names[number], strict=True)
-            ]
-            optimizers.append({"groups": groups, "state": plain_state})
+        """A copy of the whole state on the host; `guard` is the guard's own rewinding part (plain values)."""
+        live = self.live(guard)
+        return replace(live, tensors={name: tensor.to("cpu", copy=True) for name, tensor in live.tensors.items()})
+
+    def live(self, guard: dict[str, Any]) -> Snapshot:
+        """The state as it is: the live tensors themselves, which the next step changes, and copies of all else."""
         plain = {
-            "model": model_plain,
-            "optimizers": optimizers,
+            "model": {name: value for name, value in self._model.state_dict().items() if not isinstance(value, Tensor)},
+            "optimizers": [self._plain_half(number) for number in range(len(self._optimizers))],
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "data": self._data.state_dict() if self._data is not None else None,
             "rng": rng_state(),
+            "probe": self.proof.take() if self.proof is not None else None,
             "guard": guard,
         }
-        return Snapshot(tensors=tensors, plain=_plain(plain), unjudged=self._unjudged)
+        return Snapshot(tensors=self.tensors(), plain=plain_copy(plain), unjudged=self._unjudged)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors of model and optimizers, by name."""
+        found = {f"model/{name}": v.detach() for name, v in self._model.state_dict().items() if isinstance(v, Tensor)}
+        for number in range(len(self._optimizers)):
+            for name, key, value in self._optimizer_state(number):
+                if isinstance(value, Tensor):
+                    found[f"optimizer/{number}/{name}/{key}"] = value.detach()
+        return found
+
+    def _plain_half(self, number: int) -> dict[str, Any]:
+        """The groups of an optimizer, by the names of their parameters, and what of its state is no tensor."""
+        groups = [
+            {"params": names, **{key: value for key, value in group.items() if key != "params"}}
+            for group, names in zip(self._optimizers[number].param_groups, self._names[number], strict=True)
+        ]
+        state: dict[str, dict[str, Any]] = {}
+        for name, key, value in self._optimizer_state(number):
+            if not isinstance(value, Tensor):
+                state.setdefault(name, {})[key] = value
+        return {"groups": groups, "state": state}
+
+    def _optimizer_state(self, number: int) -> Iterator[tuple[str, str, Any]]:
+        """Every entry as it is, by the name of its parameter: an optimizer that has not stepped has none (C24)."""
+        optimizer = self._optimizers[number]
+        for group, names in zip(optimizer.param_groups, self._names[number], strict=True):
+            for parameter, name in zip(group["params"], names, strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    yield name, key, value
 
     def mismatches(self, snapshot: Snapshot) -> list[str]:
         """What of a snapshot does not fit this training loop, by name; empty when it can be restored."""
@@ -121,39 +146,51 @@ class TrainingState:
             stored_names = [sorted(group["params"]) for group in entry["groups"]]
             if stored_names != [sorted(group) for group in names]:
                 problems.append(f"optimizer {number} has other parameters in its groups than the checkpoint")
-        for part in ("scheduler", "scaler"):
-            if (snapshot.plain[part] is None) != (getattr(self, f"_{part}") is None):
-                has, lacks = ("this loop", "the checkpoint")
-                if getattr(self, f"_{part}") is None:
-                    has, lacks = lacks, has
-                problems.append(f"{has} has a {part}, {lacks} has none")
+        if (snapshot.plain["scheduler"] is None) != (self._scheduler is None):
+            has, lacks = ("this loop", "the checkpoint")
+            if self._scheduler is None:
+                has, lacks = lacks, has
+            problems.append(f"{has} has a scheduler, {lacks} has none")
+        missing = [part for part in RNG_PARTS if part not in snapshot.plain["rng"]]
+        problems += [f"the random state of {part} is missing in the checkpoint" for part in missing]
         return problems
 
-    def restore(self, snapshot: Snapshot, *, moments: Moments = "restore") -> None:
+    def restore(self, snapshot: Snapshot, *, moments: Moments = "restore", unproven: bool = False) -> None:
         """Bring everything back to a snapshot; the optimizer's moments as R12 has it: restored, reset, or kept.
 
         Raises:
             ValueError: it does not fit (nothing has been changed then); the message names every mismatch.
+            ProofError: it is back, and is not the state that was saved; not with `unproven`.
         """
         problems = self.mismatches(snapshot)
         if problems:
             raise ValueError("checkpoint does not fit: " + "; ".join(problems))
         model = {name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name.startswith("model/")}
-        plain = _plain(snapshot.plain)  # Some objects keep what they load, and would change it here.
+        plain = plain_copy(snapshot.plain)  # Some objects keep what they load, and would change it here.
         self._model.load_state_dict({**model, **plain["model"]})
         if self._scheduler is not None:
             self._scheduler.load_state_dict(plain["scheduler"])
         # After the scheduler, and with the groups' own rates: a scheduler's load does not write them.
         for number, entry in enumerate(plain["optimizers"]):
             self._restore_optimizer(number, entry, snapshot, moments)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(plain["scaler"])
+        self._restore_scaler(plain["scaler"])
         if self._data is not None and plain["data"] is not None:
             self._data.load_state_dict(plain["data"])
         self._check_rates(snapshot.plain)
         set_rng_state(plain["rng"])
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self.proof is not None:
+            self.proof.check(snapshot.plain.get("probe"), unproven=unproven)
+
+    def _restore_scaler(self, saved: dict[str, Any] | None) -> None:
+        """A run may change its precision: a scaler without a saved scale keeps the one it was built with (C13)."""
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        if scaled and saved:
+            self._scaler.load_state_dict(saved)
+        elif scaled or saved:
+            there, here = ("no", "one") if scaled else ("a", "none")
+            _log.warning("the checkpoint has %s GradScaler, this loop has %s: no scale is restored", there, here)
 
     def _check_rates(self, plain: dict[str, Any]) -> None:
         """Where schedule and optimizer agreed on the rates when they were saved, they agree on the same ones now."""
@@ -189,7 +226,7 @@ def moments_of(
     `number` is the optimizer's, `name` the parameter's in the model, `group` the one that it is in now.
     """
     prefix = f"optimizer/{number}/{name}/"
-    state: dict[str, Any] = _plain(snapshot.plain["optimizers"][number]["state"].get(name, {}))
+    state: dict[str, Any] = plain_copy(snapshot.plain["optimizers"][number]["state"].get(name, {}))
     for key, value in snapshot.tensors.items():
         if key.startswith(prefix):
             kind = key.removeprefix(prefix)
@@ -197,57 +234,14 @@ def moments_of(
     return state
 
 
-def encode_plain(plain: dict[str, Any]) -> bytes:
-    """The plain half of a snapshot as bytes that can be read back without running any code.
-
-    Raises:
-        ValueError: something in it is no plain value; the message says what.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(plain, buffer)
-        decode_plain(buffer.getvalue())
-    except Exception as error:
-        reason = _odd_value(plain, "") or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"a state_dict holds what cannot be stored as plain values: {reason}") from error
-    return buffer.getvalue()
-
-
-def decode_plain(content: bytes) -> dict[str, Any]:
-    """The inverse of `encode_plain`; refuses anything but plain values and tensors."""
-    plain: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    return plain
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - any tree of plain values
-    """A deep copy, numpy scalars turned into Python's own."""
-    if isinstance(value, dict):
-        copied = copy(value)  # Keeps its type: a scheduler's milestones are a Counter.
-        for key, item in value.items():
-            copied[key] = _plain(item)
-        return copied
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(item) for item in value)
-    if isinstance(value, np.generic):
-        return value.item()
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _odd_value(value: Any, path: str) -> str | None:  # noqa: ANN401 - any tree
-    """Where in a tree the first value lies that is not plain, and what it is."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | Tensor | torch.dtype | torch.device):
-        return None
-    if isinstance(value, dict):
-        found = (_odd_value(item, f"{path}.{key}" if path else str(key)) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        found = (_odd_value(item, f"{path}[{place}]") for place, item in enumerate(value))
-    else:
-        return f"`{path}` is a {type(value).__name__}"
-    return next(filter(None, found), None)
+def _finite(tensor: Tensor) -> bool:
+    """Whether every element is; by the norm first, which is quick, and finite only where they are."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # float8 knows neither norm nor isfinite.
+        tensor = tensor.float()
+    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+    return bool(torch.linalg.vector_norm(tensor, dtype=wide).isfinite()) or bool(torch.isfinite(tensor).all())
 
 
 def _state_device(kind: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.device:
@@ -255,33 +249,3 @@ def _state_device(kind: str, parameter: nn.Parameter, group: dict[str, Any]) -> 
     if kind == "step" and not (group.get("fused") or group.get("capturable")):
         return torch.device("cpu")
     return parameter.device
-
-
-def rng_state() -> dict[str, Any]:
-    """The random generators that training code draws from, as they are now, in plain values."""
-    numpy_state: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is what training code draws from
-    return {
-        "python": random.getstate(),
-        "numpy": {
-            "keys": torch.from_numpy(numpy_state[1].astype(np.int64)),
-            "position": int(numpy_state[2]),
-            "has_gauss": int(numpy_state[3]),
-            "gauss": float(numpy_state[4]),
-        },
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring the generators back to a state; GPUs' only where there are any."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    numpy_state = state["numpy"]
-    keys = numpy_state["keys"].numpy().astype(np.uint32)
-    np.random.set_state(  # noqa: NPY002
-        ("MT19937", keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"])
-    )
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

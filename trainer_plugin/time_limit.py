@@ -8,13 +8,8 @@ from typing import TypeVar, cast
 _T = TypeVar("_T")
 
 
-def within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
-    """What `work` returns, done in a thread that is left behind if it takes longer: a file system may hang for ever.
-
-    Raises:
-        TimeoutError: it took longer.
-        Exception: whatever `work` raised.
-    """
+def begin(work: Callable[..., _T], *arguments: object) -> Callable[[float], _T]:
+    """Start `work` in a thread of its own, and return what waits for it: `within`, cut in two."""
     done: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -24,10 +19,24 @@ def within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
             done.put((None, error))
 
     threading.Thread(target=run, name="time-limit", daemon=True).start()
-    try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s from {work}") from None
-    if error is not None:
-        raise error
-    return cast("_T", result)
+
+    def wait(seconds: float) -> _T:
+        try:
+            result, error = done.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+        if error is not None:
+            raise error
+        return cast("_T", result)
+
+    return wait
+
+
+def within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
+    """What `work` returns, done in a thread that is left behind if it takes longer.
+
+    Raises:
+        TimeoutError: it took longer.
+        Exception: whatever `work` raised.
+    """
+    return begin(work, *arguments)(seconds)
