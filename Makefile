@@ -25,7 +25,7 @@ test: venv tools check ## everything: style, types, unit tests, and the loop on 
 	$(BIN)/python -m pytest -q -m "not live"
 	$(BIN)/python -m pytest -q -m live
 
-soak: venv ## long and large runs of what the tests run small; some minutes
+soak: venv tools ## long and large runs of what the tests run small; some minutes
 	$(BIN)/python -m pytest -q -m soak tests/soak_*.py
 
 check: venv ## style and types

@@ -20,6 +20,14 @@ TIERS = ("local", "shared")
 CHECKPOINT_KINDS = ("periodic", "scene")
 MOMENTS = ("first", "second")
 PROOFS = ("equal", "different")
+# All numbers of `detection` and `budget` in guard.yaml, by their names there, and two more.
+THRESHOLDS = (
+    "warmup_steps", "ema_alpha", "loss_ratio", "grad_norm_ratio", "window", "sigma", "sustained_steps",
+    "robust_window", "robust_score", "robust_least_ratio", "drift_limit", "drift_least_ratio", "level_least_ratio",
+    "oscillation_spikes", "relearn_steps", "amp_scale_floor", "amp_scale_ceiling",
+    "rollbacks_per_day", "same_target", "lr_floor", "cooldown_steps",
+    "alert_grace_seconds", "checkpoint_every_steps",
+)  # fmt: skip
 
 LOSS_RATIO_LEVELS = (1.2, 1.5, 2.0, 3.0)
 GRAD_NORM_RATIO_LEVELS = (3.0, 10.0)
@@ -273,7 +281,7 @@ CATALOG: tuple[Metric, ...] = (
         name="train_threshold",
         kind="gauge",
         help="The job's own thresholds, to be held against the rules'.",
-        labels=(("name", ()),),
+        labels=(("name", THRESHOLDS),),
     ),
     Metric(
         name="train_info",

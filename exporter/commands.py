@@ -5,8 +5,10 @@ moment and may sit on different hosts with a shared file system between them, so
 link, and the name of a command's file is its identity: the same command put twice is one file.
 """
 
+import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import stat
 import time
@@ -21,6 +23,8 @@ Source = Literal["alert", "local", "operator"]
 
 SCHEMA = 1
 MAX_COMMAND_BYTES = 16_384
+# Of a flooded inbox, so many files are looked at when only their number is wanted.
+_MOST_COUNTED = 1000
 # What opening a file says that will never be a command of ours: a link, a socket, somebody else's. Any other error may
 # pass (a busy file system, too many open files) and must not cost a command.
 _HOPELESS = (None, errno.ELOOP, errno.ENXIO, errno.EACCES)
@@ -109,6 +113,17 @@ class Inbox:
                 commands.append(command)
         return sorted(commands, key=lambda command: (command.received, command.id))
 
+    def waits(self, now: float) -> list[float]:
+        """How long each command not yet decided has waited, in seconds, by its file's time; none of them is read."""
+        self._refuse_links()
+        times = []
+        with os.scandir(self.new) as entries:
+            for entry in itertools.islice(entries, _MOST_COUNTED):
+                if entry.name.endswith(".json"):
+                    with contextlib.suppress(FileNotFoundError):  # Taken meanwhile.
+                        times.append(entry.stat(follow_symlinks=False).st_mtime)
+        return [max(0.0, now - time) for time in times]
+
     def finish(self, record: Record) -> None:
         """Keep the outcome of a command and take it out of the queue. Doing so twice changes nothing."""
         self._refuse_links()
@@ -122,14 +137,14 @@ class Inbox:
         records = []
         for path in self.done.glob("*.json"):
             try:
-                records.append(msgspec.json.decode(_read_plain_file(path), type=Record))
+                records.append(msgspec.json.decode(read_plain_file(path, MAX_COMMAND_BYTES), type=Record))
             except (OSError, msgspec.MsgspecError, RecursionError):
                 continue
         return sorted(records, key=lambda record: record.decided)
 
     def _read(self, path: Path) -> Command | None:
         try:
-            command = msgspec.json.decode(_read_plain_file(path), type=Command)
+            command = msgspec.json.decode(read_plain_file(path, MAX_COMMAND_BYTES), type=Command)
         except FileNotFoundError:
             return None  # Taken between the listing and the reading.
         except OSError as error:
@@ -160,20 +175,20 @@ class Inbox:
         path.rename(path.with_suffix(".bad"))
 
 
-def _read_plain_file(path: Path) -> bytes:
+def read_plain_file(path: Path, most_bytes: int) -> bytes:
     """The bytes of a small regular file.
 
     Raises:
-        OSError: it is a link, no regular file, somebody else's, or larger than any command.
+        OSError: it is a link, no regular file, somebody else's, or larger than `most_bytes`.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.getuid(), 0):
             raise OSError(f"{path}: not a regular file of ours")
-        if status.st_size > MAX_COMMAND_BYTES:
-            raise OSError(f"{path}: {status.st_size} bytes, a command has at most {MAX_COMMAND_BYTES}")
-        return os.read(descriptor, MAX_COMMAND_BYTES)
+        if status.st_size > most_bytes:
+            raise OSError(f"{path}: {status.st_size} bytes, at most {most_bytes} are read")
+        return os.read(descriptor, most_bytes)
     finally:
         os.close(descriptor)
 

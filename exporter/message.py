@@ -10,7 +10,7 @@ import msgspec
 
 VERSION = "4"
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
-_LARGEST_EXACT_STEP = 2**53
+_LARGEST_EXACT = 2**53
 
 # Not `$`: that would let a trailing newline through.
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]
@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     alerts: list[Alert]
     version: str | int = ""
     group_key: str = ""
-    truncated_alerts: int = 0
+    truncated_alerts: Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_EXACT)] = 0
     status: Status = "firing"
     receiver: str = ""
 
@@ -88,7 +88,7 @@ def step_number(text: str) -> int | None:
     if _NUMBER.fullmatch(text) is None:
         return None
     number = int(text) if text.isdigit() else float(text)
-    return int(number) if number <= _LARGEST_EXACT_STEP else None
+    return int(number) if number <= _LARGEST_EXACT else None
 
 
 def plain(text: str, limit: int) -> str:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from exporter.intake import Answer, Intake
 from exporter.message import decode
-from exporter.receiver_metrics import ReceiverMetrics
+from exporter.receiver_metrics import LOOK_SECONDS, ReceiverMetrics
 
 MAX_BODY_BYTES = 1024 * 1024
 # Longer than Alertmanager itself keeps trying to send one notification at its shortest interval.
@@ -61,6 +61,7 @@ def build_app(
     bearer_token: str | None = None,
     stale_after_seconds: float = DEFAULT_STALE_AFTER_SECONDS,
     body_seconds: float = BODY_SECONDS,
+    look_seconds: float = LOOK_SECONDS,
 ) -> Starlette:
     """The receiver as an ASGI application.
 
@@ -70,6 +71,7 @@ def build_app(
         bearer_token: what a sender must show; None lets everybody in who can reach the address.
         stale_after_seconds: an alert that began longer ago than this is not acted on when it is first seen.
         body_seconds: how long a sender may take over its body.
+        look_seconds: how long a scrape waits for the runs' folders to be read.
     """
     webhook = Webhook(
         runs,
@@ -77,6 +79,7 @@ def build_app(
         bearer_token=bearer_token,
         stale_after_seconds=stale_after_seconds,
         body_seconds=body_seconds,
+        look_seconds=look_seconds,
     )
     return Starlette(
         routes=[
@@ -100,11 +103,12 @@ class Webhook:
         bearer_token: str | None,
         stale_after_seconds: float,
         body_seconds: float,
+        look_seconds: float,
     ) -> None:
         self._runs = runs
         self._token = None if bearer_token is None else bearer_token.encode()
         self._body_seconds = body_seconds
-        self._metrics = ReceiverMetrics(runs)
+        self._metrics = ReceiverMetrics(runs, now=now, look_seconds=look_seconds)
         self._intake = Intake(
             runs=runs,
             now=now,
@@ -137,7 +141,7 @@ class Webhook:
 
     async def metrics(self, _: Request) -> Response:
         """The receiver's own metrics."""
-        await run_in_threadpool(self._metrics.forget_gone_runs)
+        await run_in_threadpool(self._metrics.look)
         page = generate_latest(self._metrics.registry)
         return Response(page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -158,6 +162,7 @@ class Webhook:
         except OSError as error:
             reason = f"could not write to the run's folder: {error.strerror or error}"
             raise RefusedError("unavailable", 503, reason) from error
+        self._metrics.truncated(message.truncated_alerts)
         warning = "; ".join(message.warnings())
         if warning:
             logger.warning("delivery for receiver %.99r: %s", message.receiver, warning)

@@ -85,7 +85,7 @@ def test_a_scale_of_infinity_is_shown_as_such(make_guard):
 
 
 def test_a_scale_that_collapses_lowers_the_rate_and_then_goes_back(make_guard):
-    """Overflow upon overflow: down at 1 the rate is lowered, once; updates that still do not come lead back."""
+    """Overflow upon overflow: below 1 the rate is lowered, once; updates that still do not come lead back."""
     scaled = Scaled(make_guard)
     for _ in range(20):
         scaled.step()
@@ -94,7 +94,7 @@ def test_a_scale_that_collapses_lowers_the_rate_and_then_goes_back(make_guard):
         scaled.step(overflow=True)
         assert scaled.guard.step < 60
     (incident,) = scaled.incidents()
-    assert scaled.page.value("train_amp_loss_scale") == 1.0
+    assert scaled.page.value("train_amp_loss_scale") == 0.5
     assert incident.class_ == "numerical"
     assert scaled.actions("lower_lr") == 1
     assert equal(good, scaled.job.weights())

@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from curves import signals
+from msgspec import to_builtins
 from prometheus_client.parser import text_string_to_metric_families
 
-from exporter.catalog import CATALOG
+from exporter.catalog import CATALOG, THRESHOLDS
 from exporter.page import Page
+from trainer_plugin.budget import BudgetConfig
 from trainer_plugin.config import read_config
-from trainer_plugin.detectors import Verdict
+from trainer_plugin.detectors import DetectionConfig, Verdict
 from trainer_plugin.metrics import Metrics, Standing
 from trainer_plugin.monitor import Monitor
 from trainer_plugin.readings import Readings
@@ -91,11 +93,14 @@ def test_thresholds_are_the_jobs_own(page):
         }
     )
     Metrics(page, config, layers=(), info=INFO)
-    assert {key[1]: value for key, value in found(page).items() if key[0] == "train_threshold"} == {
-        "warmup_steps": 7, "loss_ratio": 2.5, "grad_norm_ratio": 10.0, "sigma": 3.5, "robust_score": 9.5,
-        "sustained_steps": 90, "checkpoint_every_steps": 70, "alert_grace_seconds": 4.5, "rollbacks_per_day": 8,
-        "lr_floor": 0.25, "amp_scale_floor": 1.0, "amp_scale_ceiling": 2.0**24,
+    shown = {key[1]: value for key, value in found(page).items() if key[0] == "train_threshold"}
+    assert tuple(shown) == THRESHOLDS
+    given = {
+        "warmup_steps": 7, "loss_ratio": 2.5, "sustained_steps": 90, "robust_score": 9.5, "alert_grace_seconds": 4.5,
+        "rollbacks_per_day": 8, "lr_floor": 0.25, "checkpoint_every_steps": 70,
     }  # fmt: skip
+    defaults = {**to_builtins(DetectionConfig()), **to_builtins(BudgetConfig())}
+    assert shown == {**defaults, **given}
 
 
 def test_a_step_is_on_the_page_as_it_was(metrics, page):

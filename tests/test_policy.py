@@ -9,7 +9,7 @@ import pytest
 from curves import signals
 
 from exporter.commands import Command
-from trainer_plugin.budget import BudgetConfig
+from trainer_plugin.budget import BudgetConfig, Rollback
 from trainer_plugin.decisions import ActionsConfig, Moment
 from trainer_plugin.detectors import DetectionConfig, Verdict
 from trainer_plugin.monitor import Monitor
@@ -594,6 +594,45 @@ def test_the_budget_of_a_day_is_kept(job):
     assert len(job.went) == 3
     job.now += DAY_SECONDS
     assert job.decide(job.operator("rollback"))[0].action == "rollback"
+
+
+def test_a_spent_budget_is_kept_until_something_has_helped(job):
+    """Where a remedy was refused for want of budget is remembered; healing, a rollback or a new start ends it."""
+
+    def spend():
+        job.see("robust:loss")
+        job.obey(job.operator("rollback"))
+        return job.policy.state.budget_spent_step
+
+    job.policy.state.rollbacks = [rollback(job, to_step=to_step) for to_step in (100, 200, 300)]
+    assert spend() == job.step
+    job.calm(HEALED_STEPS + 1)
+    assert (job.incident, job.policy.state.budget_spent_step) == (None, None)
+    assert spend() == job.step
+    job.now += DAY_SECONDS
+    assert spend() is None
+    assert job.went[-1] == ("rollback", "operator", "done")
+    job.policy.state.rollbacks = [rollback(job, to_step=to_step) for to_step in (100, 200, 300)]
+    assert spend() == job.step
+    kept = msgspec.json.decode(msgspec.json.encode(job.policy.state), type=PolicyState)
+    assert kept.budget_spent_step == job.step
+    job.policy.restarted(job.steps_total, anew=False)
+    assert job.policy.state.budget_spent_step is None
+
+
+def test_a_refusal_in_quiet_times_is_no_spent_budget(job):
+    """Whoever asks for a rollback that nothing calls for, and is refused, has only that answer."""
+    job.policy.state.rollbacks = [rollback(job, to_step=to_step) for to_step in (100, 200, 300)]
+    assert job.obey(job.operator("rollback")) == ["refused_budget"]
+    assert job.policy.state.budget_spent_step is None
+
+
+def rollback(job, *, to_step):
+    """A rollback done an hour ago."""
+    return Rollback(
+        at=job.now - 3600.0, at_step=to_step + 50, at_steps_total=to_step + 50, to_step=to_step, nearest_step=to_step,
+        incident=0,
+    )  # fmt: skip
 
 
 def test_the_budget_of_a_place_is_kept(job):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from training import wait_for
 
 from exporter.catalog import ACTIONS
 from exporter.commands import MAX_COMMAND_BYTES, Command, Inbox, Record, alert_identity
@@ -24,6 +25,8 @@ from exporter.webhook import MAX_BODY_BYTES, build_app
 TOKEN = "s3cret"
 STARTS_AT = "2026-03-01T12:00:00.123456789Z"
 STARTED = 1772366400.123457  # The same in Unix seconds, to the microsecond.
+# More than 64 bits, and than a float holds; the encoder does not write it.
+_HUGE_CUT = b'{"alerts": [], "truncatedAlerts": 1%s}' % (b"0" * 400)
 HOSTILE_RUNS = ["../x", "..", ".", "/etc", "gpt-0/../gpt-0", "gpt-0\0", "a" * 10_000, "lauf-ü", "gpt-0\n", "*", "٣"]
 
 
@@ -372,10 +375,22 @@ def test_w13_another_version_is_taken_with_a_warning(app, inbox, version):
     assert len(inbox.waiting()) == 1
 
 
-def test_truncation_is_told(app):
+def test_m06_truncation_is_told_and_counted(app):
     """Alerts that the sender cut off are missed aloud."""
+    assert "receiver_alerts_truncated_total 0.0" in _request(app, "GET", "/metrics").text
     assert "3 alerts were cut off" in _post(app, _message(_alert(), truncatedAlerts=3)).json()["warning"]
     assert "warning" not in _post(app, _message(_alert())).json()
+    _post(app, _message(_alert(), truncatedAlerts=10_000))
+    assert "receiver_alerts_truncated_total 10003.0" in _request(app, "GET", "/metrics").text
+
+
+@pytest.mark.parametrize("cut", [-1, "3", 1.5, None, 2**60, pytest.param(10**400, id="huge")])
+def test_a_number_of_cut_alerts_that_is_none_is_400(app, inbox, cut):
+    """A count that no Alertmanager sends does not go backwards or grow without end."""
+    response = _post(app, _message(_alert(), truncatedAlerts=cut) if cut != 10**400 else _HUGE_CUT)
+    assert (response.status_code, "truncatedAlerts" in response.json()["error"]) == (400, True)
+    assert inbox.waiting() == []
+    assert "receiver_alerts_truncated_total 0.0" in _request(app, "GET", "/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -443,6 +458,58 @@ def test_a_run_that_is_gone_leaves_the_metrics(app, runs):
     _outcome(app, _labelled(alertname="TrainWatchdog"))
     shutil.rmtree(runs / "gpt-0")
     assert 'run="gpt-0"' not in _request(app, "GET", "/metrics").text
+
+
+def test_the_runs_folders_are_told(app, runs, inbox, clock):
+    """What waits in a run's inbox, and its states, are on the page as they are at each scrape."""
+    (runs / "gpt-0" / "state.json").write_bytes(msgspec.json.encode({"schema": 1, "policy": {"stopped_step": 7}}))
+    assert _outcome(app, _alert()) == "queued"
+    (command,) = inbox.waiting()
+    written = (inbox.new / f"{command.id}.json").stat().st_mtime
+    clock.seconds = written + 100.0
+    page = _request(app, "GET", "/metrics").text
+    assert 'receiver_commands_waiting{run="gpt-0"} 1.0' in page
+    assert 'receiver_command_wait_seconds{run="gpt-0"} 100.0' in page
+    assert 'receiver_run_state{run="gpt-0",state="stopped_by_guard"} 1.0' in page
+    assert 'receiver_run_state{run="gpt-0",state="budget_spent"} 0.0' in page
+    inbox.finish(Record(command=command, outcome="done", decided=0.0, at_step=1))
+    page = _request(app, "GET", "/metrics").text
+    assert 'receiver_commands_waiting{run="gpt-0"} 0.0' in page
+    assert 'receiver_command_wait_seconds{run="gpt-0"} 0.0' in page
+    shutil.rmtree(runs / "gpt-0")
+    assert 'run="gpt-0"' not in _request(app, "GET", "/metrics").text
+
+
+def test_a_folder_that_hangs_holds_up_no_scrape_and_no_delivery(runs, inbox):
+    """While the runs' folders cannot be read, scrapes show what was seen last, and one thread waits for all of them."""
+    (runs / "gpt-0" / "state.json").write_bytes(msgspec.json.encode({"schema": 1, "policy": {}}))
+    gate, looks = threading.Event(), []
+
+    def now() -> float:
+        looks.append(threading.current_thread().name)
+        if looks.count("look") == 2:
+            gate.wait(5)
+        return STARTED
+
+    app = build_app(runs, now=now, look_seconds=0.05)
+    first = _request(app, "GET", "/metrics").text
+    assert 'receiver_run_state{run="gpt-0",state="running"} 0.0' in first
+    (runs / "gpt-1").mkdir()
+    for _ in range(3):
+        assert 'receiver_run_state{run="gpt-0",state="running"} 0.0' in _request(app, "GET", "/metrics").text
+    assert looks.count("look") == 2
+    assert _outcome(app, _alert()) == "queued"
+    assert len(inbox.waiting()) == 1
+    gate.set()
+    wait_for(lambda: 'receiver_commands_waiting{run="gpt-0"} 1.0' in _request(app, "GET", "/metrics").text)
+
+
+def test_a_folder_of_runs_that_cannot_be_read_is_no_error_of_a_scrape(app, runs):
+    """Without the runs' folder the page is served; readiness tells."""
+    shutil.rmtree(runs)
+    response = _request(app, "GET", "/metrics")
+    assert response.status_code == 200
+    assert "receiver_run_state{" not in response.text
 
 
 def test_metrics_are_born_at_zero(app):

@@ -140,6 +140,8 @@ class Boundary:
             parts.journal.refusal(refusal, moment)
             parts.journal.answer(refusal.command, refusal.outcome, refusal.detail, moment)
         if decision is None:
+            if refusals:  # A budget that is spent outlives the job.
+                parts.save_state()
             return False
         result = parts.actions.apply(decision, moment)
         gone_back = result.loaded if not result.layers else None  # Of a partial rollback the run stands where it stood.
@@ -152,6 +154,8 @@ class Boundary:
             if result.quarantine is not None:
                 parts.loop.write(partial(parts.folder.add_quarantine, result.quarantine))
             parts.page.add("train_rollback_lost_steps_total", moment.step - parts.history.step)
+        if result.stop and decision.source != "operator":
+            parts.policy.state.stopped_step = moment.step
         parts.save_state()
         parts.journal.answer(decision.command, remedy.outcome, remedy.detail, moment)
         if result.loaded is not None:

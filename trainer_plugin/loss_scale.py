@@ -11,7 +11,7 @@ class LossScale:
     """Collapsed, or run away; said at each such step, `tell_steps` times in one stay.
 
     A scaler that looks for its scale halves it some times, and that is its own business, wherever the scale lies: a
-    loss that is summed and not averaged has a small one for good. Collapsed is a scale of at most `floor` that has been
+    loss that is summed and not averaged has a small one for good. Collapsed is a scale below `floor` that has been
     halved ten times oftener than doubled within the last 2,000 steps: true gradients are beyond half precision then.
     Run away is one above `ceiling` and above where the run began: gradients are too small to be right.
     After `tell_steps` whoever listens knows: an incident that never ends would hold every later checkpoint back.
@@ -39,7 +39,7 @@ class LossScale:
             return None
         self._first_scale = scale if self._first_scale is None else self._first_scale
         highest = self._highest(step, scale)
-        self.collapsed = scale <= self._floor and scale * self._LEAST_FALL <= highest
+        self.collapsed = scale < self._floor and scale * self._LEAST_FALL <= highest
         run_away = scale > max(self._ceiling, self._first_scale)
         if not self.collapsed and not run_away:
             self._left_at, self._told_steps = None, 0

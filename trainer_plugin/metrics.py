@@ -5,7 +5,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from exporter.catalog import TIERS
+import msgspec
+
+from exporter.catalog import THRESHOLDS, TIERS
 from exporter.page import Page
 from trainer_plugin.config import Config
 from trainer_plugin.detectors import Verdict
@@ -205,18 +207,10 @@ class _RecentMax:
 
 
 def _thresholds(config: Config) -> dict[str, float]:
-    detection, budget = config.detection, config.budget
-    return {
-        "warmup_steps": detection.warmup_steps,
-        "loss_ratio": detection.loss_ratio,
-        "grad_norm_ratio": detection.grad_norm_ratio,
-        "sigma": detection.sigma,
-        "robust_score": detection.robust_score,
-        "sustained_steps": detection.sustained_steps,
-        "amp_scale_floor": detection.amp_scale_floor,
-        "amp_scale_ceiling": detection.amp_scale_ceiling,
-        "checkpoint_every_steps": max(tier.every for tier in config.checkpoints.tiers.values()),
+    options = {
+        **msgspec.to_builtins(config.detection),
+        **msgspec.to_builtins(config.budget),
         "alert_grace_seconds": config.actions.alert_grace_seconds,
-        "rollbacks_per_day": budget.rollbacks_per_day,
-        "lr_floor": budget.lr_floor,
+        "checkpoint_every_steps": max(tier.every for tier in config.checkpoints.tiers.values()),
     }
+    return {name: options[name] for name in THRESHOLDS}

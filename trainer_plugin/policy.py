@@ -66,6 +66,7 @@ class Policy:
     def restarted(self, steps_total: int, *, anew: bool) -> None:
         """The job has started again, or `anew` from step 0: earlier alerts are over, other weights had other faults."""
         self.state.undone_until = steps_total
+        self.state.budget_spent_step = self.state.stopped_step = None
         if anew:
             self.state.rollbacks = []
             if self.open_incident is not None:
@@ -105,7 +106,7 @@ class Policy:
             incident.good_steps += 1
         if incident.good_steps >= HEALED_STEPS:
             incident.healed, incident.healed_step = True, signals.step
-            self._slow_since = None
+            self._slow_since = self.state.budget_spent_step = None
             changed.append(incident)
         return changed
 
@@ -133,6 +134,8 @@ class Policy:
                 refusals.append(wish)
             else:
                 decision = wish
+        if self.open_incident is not None and any(refusal.outcome == "refused_budget" for refusal in refusals):
+            self.state.budget_spent_step = moment.step
         return decision, refusals
 
     def record(self, decision: Decision, moment: Moment, outcome: str, *, detail: str, to_step: int | None) -> Remedy:
@@ -160,6 +163,7 @@ class Policy:
                 )
             )
             decision.incident.good_steps = 0
+            self.state.budget_spent_step = None
             # What was read of the steps now undone must not ask for a second rollback before new values arrive.
             self._slow_since, self._readings = None, None
         return remedy

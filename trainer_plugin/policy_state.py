@@ -13,12 +13,18 @@ _GENTLER = {"rollback": "partial_rollback"}
 
 
 class PolicyState(msgspec.Struct, kw_only=True):
-    """`undone_until` is the number of optimizer steps run when the job last started."""
+    """`undone_until` is the number of optimizer steps run when the job last started.
+
+    `budget_spent_step` is where a remedy was refused for want of budget, until something has helped; `stopped_step`,
+    where the guard stopped the run. A new start clears both. The receiver reads them, for people.
+    """
 
     incidents: list[Incident] = msgspec.field(default_factory=list)
     rollbacks: list[Rollback] = msgspec.field(default_factory=list)
     next_id: int = 1
     undone_until: int = 0
+    budget_spent_step: int | None = None
+    stopped_step: int | None = None
 
     @property
     def open_incident(self) -> Incident | None:
