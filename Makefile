@@ -8,25 +8,22 @@ export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-# As an ordinary user, with package lists and downloads of our own.
-APT := apt-get -qq -o Dir::State::lists=$(CURDIR)/.tools/apt/lists -o Dir::Cache=$(CURDIR)/.tools/apt/cache \
-	-o APT::Sandbox::User=root
-
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints gpu-check format venv tools unpack-tools clean
+.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints gpu-check format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
-demo: venv tools ## break a training run on purpose and watch it heal; options in DEMO_ARGS="--scenario clean"
+demo: venv ## break a training run on purpose and watch it heal; options in DEMO_ARGS="--scenario clean"
+	@(command -v prometheus && command -v prometheus-alertmanager) >/dev/null || tests/fetch_tools.sh bookworm
 	$(BIN)/python -m trainer_plugin demo $(DEMO_ARGS)
 
 test: venv tools check ## everything: style, types, unit tests, and the loop on real servers
-	$(BIN)/python -m pytest -q -m "not live"
-	$(BIN)/python -m pytest -q -m live
+	$(BIN)/python -m pytest -q -rs -m "not live"
+	$(BIN)/python -m pytest -q -rs -m live
 
-soak: venv tools ## long and large runs of what the tests run small; some minutes
-	$(BIN)/python -m pytest -q -m soak tests/soak_*.py
+soak: venv tools-all ## long and large runs of what the tests run small, and all versions of the servers; some minutes
+	$(BIN)/python -m pytest -q -rs -m soak tests/soak_*.py
 
 check: venv ## style and types
 	$(BIN)/ruff check
@@ -63,23 +60,11 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/pip install -qq --editable '.[dev]'
 	@touch $@
 
-tools: ## Prometheus and Alertmanager, unpacked into .tools if they are not on the PATH; no root, nothing started
-	@for tool in prometheus promtool prometheus-alertmanager amtool; do \
-		command -v $$tool >/dev/null || missing="$$missing $$tool"; \
-	done; \
-	if test -z "$$missing"; then exit 0; fi; \
-	if command -v apt-get >/dev/null && $(MAKE) --no-print-directory unpack-tools; then exit 0; fi; \
-	echo "missing, and not to be had through apt-get:$$missing; the demo does without (--local-only), some tests do not"
+tools: ## the oldest and the newest servers that are tested, as files in .tools; no root, nothing installed or started
+	@tests/fetch_tools.sh bookworm sid
 
-# Debian's builds look for pages and templates in /usr/share/prometheus. In these copies that becomes a path of the same
-# length from the folder in which the program runs, and the demo runs it in its own.
-unpack-tools:
-	@echo "fetching Prometheus and Alertmanager into .tools"
-	@rm -rf .tools && mkdir -p .tools/new .tools/debs .tools/apt/lists/partial .tools/apt/cache/archives/partial
-	@$(APT) update && cd .tools/debs && $(APT) download prometheus prometheus-alertmanager
-	@for deb in .tools/debs/*.deb; do dpkg-deb -x $$deb .tools/new || exit; done
-	@LC_ALL=C sed -i 's#/usr\(/share/prometheus/\)#./..\1#g' .tools/new/usr/bin/prometheus*
-	@mv .tools/new/usr .tools/usr && rm -rf .tools/new .tools/debs .tools/apt
+tools-all: ## every version of the servers that `make soak` tests, VictoriaMetrics too
+	@tests/fetch_tools.sh bookworm trixie sid victoria-trixie victoria-sid
 
 clean: ## remove what make and the tools have made
 	rm -rf $(VENV) .tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out

@@ -24,9 +24,8 @@ PROOFS = ("equal", "different")
 THRESHOLDS = (
     "warmup_steps", "ema_alpha", "loss_ratio", "grad_norm_ratio", "window", "sigma", "sustained_steps",
     "robust_window", "robust_score", "robust_least_ratio", "drift_limit", "drift_least_ratio", "level_least_ratio",
-    "oscillation_spikes", "relearn_steps", "amp_scale_floor", "amp_scale_ceiling",
-    "rollbacks_per_day", "same_target", "lr_floor", "cooldown_steps",
-    "alert_grace_seconds", "checkpoint_every_steps",
+    "oscillation_spikes", "relearn_steps", "amp_scale_floor", "amp_scale_ceiling", "rollbacks_per_day", "same_target",
+    "lr_floor", "cooldown_steps", "alert_grace_seconds", "checkpoint_every_steps",
 )  # fmt: skip
 
 LOSS_RATIO_LEVELS = (1.2, 1.5, 2.0, 3.0)

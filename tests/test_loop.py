@@ -113,15 +113,15 @@ def test_a_clean_run_is_left_alone(tmp_path):
 
 
 @contextmanager
-def a_run(tmp_path):
-    """A run folder that is locked by a job, its page on a real port, and real servers around it."""
+def a_run(tmp_path, servers=None):
+    """A run folder that is locked by a job, its page on a real port, and real servers around it; None: those found."""
     runs = tmp_path / "runs"
     folder = JobFolder(runs, "gpt-0")
     page = Page(run="gpt-0")
     server = MetricsServer(page, host="127.0.0.1", port=0)
     target = Target(runs, run="gpt-0", rank="0", address=f"127.0.0.1:{server.port}")
     try:
-        with Stack(tmp_path / "servers", runs, files("alert_rules")) as stack:
+        with Stack(tmp_path / "servers", runs, files("alert_rules"), servers=servers) as stack:
             yield folder, page, stack
     finally:
         target.remove()

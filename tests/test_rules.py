@@ -490,7 +490,7 @@ def test_r19_gauges_of_dead_targets_do_not_count():
             if "and on (job, instance) up == 1" not in expr[at.end() : end]:
                 unguarded.add(at[1])
     # What has happened and what was set stay so; the heartbeat of a dead job harms nobody.
-    assert unguarded == {"train_steps_total", "train_threshold"}
+    assert unguarded == {"train_steps_total", "train_threshold", "train_restore_proofs_total"}
 
 
 def test_m06_the_nan_of_512_ranks_is_a_handful_of_alerts(tmp_path):

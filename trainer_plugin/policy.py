@@ -29,8 +29,7 @@ from trainer_plugin.signals import Signals
 
 # Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
 HEALED_STEPS = 20
-# Updates withheld in a row after which waiting for a better batch is no remedy.
-NO_UPDATES_STEPS = 10
+NO_UPDATES_STEPS = 10  # Updates withheld in a row after which waiting for a better batch is no remedy.
 TAIL_STEPS = 10  # Two outliers of the gradient norm within so many steps are no chance.
 
 
