@@ -9,7 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints gpu-check format venv tools tools-all clean
+.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-rules gpu-check format venv \
+	tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -22,7 +23,7 @@ test: venv tools check ## everything: style, types, unit tests, and the loop on 
 	$(BIN)/python -m pytest -q -rs -m "not live"
 	$(BIN)/python -m pytest -q -rs -m live
 
-soak: venv tools-all ## long and large runs of what the tests run small, and all versions of the servers; some minutes
+soak: venv tools-all ## long and large runs of what the tests run small, all versions of the servers; half an hour and more
 	$(BIN)/python -m pytest -q -rs -m soak tests/soak_*.py
 
 check: venv ## style and types
@@ -41,6 +42,9 @@ bench-partial: venv ## whether a partial rollback heals: a small GPT damaged in 
 
 bench-checkpoints: venv ## what a checkpoint and the way back cost; for a quiet machine and a disk like the real one
 	$(BIN)/python tests/bench/checkpoints.py
+
+bench-rules: venv tools ## what the rules cost on a real Prometheus, and from condition to command; RULES_ARGS="--runs 8"
+	$(BIN)/python tests/bench/rules.py $(RULES_ARGS)
 
 # Its own spelling of torch: whatever build for GPUs is installed there. PYTHON names the interpreter.
 gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, what it costs

@@ -123,13 +123,13 @@ CATALOG: tuple[Metric, ...] = (
     Metric(
         name="train_loss_robust_score",
         kind="histogram",
-        help="Robust deviations of the loss above its center.",
+        help="Robust deviations of the loss above its center; above the limit only with a verdict.",
         buckets=_ROBUST_SCORE_BUCKETS,
     ),
     Metric(
         name="train_grad_norm_robust_score",
         kind="histogram",
-        help="Robust deviations of the log gradient norm above its center.",
+        help="Robust deviations of the log gradient norm above its center; above the limit only with a verdict.",
         buckets=_ROBUST_SCORE_BUCKETS,
     ),
     Metric(

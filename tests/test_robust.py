@@ -72,6 +72,24 @@ def test_a_rise_of_a_hundredth_is_nothing_to_act_upon():
     assert steps(robust(), [*np.random.default_rng(0).normal(0.0, 1e-4, 600), 0.01]) == [600]
 
 
+def test_a_score_above_the_limit_is_shown_only_with_a_verdict():
+    """A rule that counts scores above 8 is silent where the detector is: on a small rise, and on a planned one."""
+    calm = 2.0 + np.random.default_rng(0).normal(0.0, 0.01, 600)
+    detector = robust()
+    assert steps(detector, [*calm, 2.0 + 0.3]) == [600]
+    assert detector.shown_score == detector.last_score > 8.0
+    quiet = robust()
+    assert steps(quiet, [*(2.0 + (calm - 2.0) / 10), 2.0 + 0.05]) == []
+    assert quiet.shown_score == 8.0 < quiet.last_score
+    patient = robust()
+    steps(patient, calm)
+    patient.widen(10)
+    assert steps(patient, [2.0 + 0.12]) == []
+    assert patient.shown_score == 8.0 < patient.last_score < 16.0
+    patient.update(700, math.nan)
+    assert math.isnan(patient.shown_score)
+
+
 def test_warmup_counts_steps_and_windows_count_values():
     """In a log of every 200th step a warm-up of 500 steps is over after three lines, but 20 must have been seen."""
     rng = np.random.default_rng(0)

@@ -145,8 +145,8 @@ class Monitor:
         norm_verdict = self._grad_norm_robust.update(step, grad_norm, learn=settled and left is None)
         if settled and not (left or norm_verdict or self._norm_recovery.unrecovered_steps):
             norm_verdict = self._judge_norm_level(step, grad_norm)
-        self._loss_score = self._loss_robust.last_score if warm else math.nan
-        self._grad_norm_score = self._grad_norm_robust.last_score if warm else math.nan
+        self._loss_score = self._loss_robust.shown_score if warm else math.nan
+        self._grad_norm_score = self._grad_norm_robust.shown_score if warm else math.nan
         self._judged = loss if warm else math.nan
         if left or norm_verdict or not settled or self._norm_recovery.unrecovered_steps:
             self._count_recoveries(step, left, norm_verdict)

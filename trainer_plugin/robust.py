@@ -85,6 +85,8 @@ class Robust:
         self.scale = math.nan
         # The score of the value seen last, by what was accepted before it; NaN for one that is not finite.
         self.last_score = math.nan
+        # The same for whoever counts scores above the threshold, as rules do: no more than that unless a verdict came.
+        self.shown_score = math.nan
 
     @property
     def tail_ratio(self) -> float:
@@ -128,7 +130,7 @@ class Robust:
     def update(self, step: int, value: float, *, learn: bool = True) -> Verdict | None:
         """Judge the value of one step, then take it in unless it is an outlier (or not to be learnt from)."""
         if not math.isfinite(value):
-            self.last_score = math.nan
+            self.last_score = self.shown_score = math.nan
             return None
         # A gradient norm of exactly 0 is no outlier above anything.
         scaled = math.log(max(value, 1e-30)) if self._log else value
@@ -144,6 +146,7 @@ class Robust:
             verdict = self._judge(step, value, score)
         else:
             self._onset = None
+        self.shown_score = score if verdict is not None else min(score, self._threshold)
         if not learn or verdict is not None:
             tail.update(None)
         else:

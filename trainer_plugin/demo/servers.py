@@ -81,6 +81,7 @@ class Stack:
         self._rules_dir = rules_dir
         self._scrape = f"{round(scrape_seconds * 1000)}ms"
         self._evaluation = f"{round(evaluation_seconds * 1000)}ms"
+        self._commands: dict[Name, list[str]] = {}
         self._processes: dict[Name, Process] = {}
 
     def __enter__(self) -> Self:
@@ -108,6 +109,10 @@ class Stack:
     def kill(self, name: Name) -> None:
         """Kill one server, as kill -9 does."""
         self._processes[name].kill()
+
+    def start_again(self, name: Name) -> None:
+        """Start a killed server again, on its address and its data, without waiting for it."""
+        self._launch(name, self._processes[name].address)
 
     def alerts(self) -> list[dict[str, Any]]:
         """The alerts that are pending or firing in Prometheus, as its API tells them."""
@@ -138,7 +143,7 @@ class Stack:
         data = {name: str(self._folder / f"{name}-data") for name in addresses}
         for path in data.values():
             shutil.rmtree(path, ignore_errors=True)
-        commands: dict[Name, list[str]] = {
+        self._commands = {
             "receiver": [sys.executable, "-m", "exporter", "--config", configs["receiver"]],
             "alertmanager": [
                 self._servers.alertmanager,
@@ -155,13 +160,17 @@ class Stack:
             ],
         }
         self._processes = {}
-        for name, command in commands.items():
-            # Programs unpacked by `make tools` find their templates from their own folder; ours are found from here.
-            cwd = None if name == "receiver" else Path(command[0]).parent
-            self._processes[name] = Process(name, command, addresses[name], self._folder / f"{name}.log", cwd)
+        for name, address in addresses.items():
+            self._launch(name, address)
         deadline = time.monotonic() + _START_SECONDS
         for process in self._processes.values():
             process.wait_ready(deadline)
+
+    def _launch(self, name: Name, address: str) -> None:
+        command = self._commands[name]
+        # Programs unpacked by `make tools` find their templates from their own folder; ours are found from here.
+        cwd = None if name == "receiver" else Path(command[0]).parent
+        self._processes[name] = Process(name, command, address, self._folder / f"{name}.log", cwd)
 
     def _write_configs(self, addresses: dict[Name, str]) -> dict[Name, str]:
         (self._runs / "targets").mkdir(parents=True, exist_ok=True)
