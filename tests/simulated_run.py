@@ -146,7 +146,7 @@ class SimulatedRun:
     def _stand(self) -> None:
         standing = Standing(
             steps_total=self.steps_total, lr_factor=1.0, clip_max_norm=None, incident_open=False, loop_up=True,
-            rollback_target_step=0, checkpoint_steps={}, checkpoint_seconds={},
+            rollback_target_step=0, checkpoint_steps={}, checkpoint_seconds={}, scene_step=-1,
         )  # fmt: skip
         self.endpoint.metrics.stand(self.step, standing)
 
