@@ -154,7 +154,8 @@ class Fleet:
 def _standing(count: int) -> Standing:
     return Standing(
         steps_total=count, lr_factor=1.0, clip_max_norm=1.0, incident_open=False, loop_up=True,
-        rollback_target_step=0, checkpoint_steps={"local": count, "shared": count}, checkpoint_seconds={}, scene_step=-1,
+        rollback_target_step=0, checkpoint_steps={"local": count, "shared": count}, checkpoint_seconds={},
+        scene_step=-1,
     )  # fmt: skip
 
 
