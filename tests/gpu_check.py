@@ -22,7 +22,7 @@ from overhead import bench_before_optimizer, bench_loop, bench_worst_step
 
 from trainer_plugin.demo.gpt import GPT, loss
 from trainer_plugin.guard import Guard
-from trainer_plugin.row import HUGE_NORM
+from trainer_plugin.step.row import HUGE_NORM
 
 SETUPS: dict[str, dict[str, Any]] = {
     "fp32, fused AdamW": {},

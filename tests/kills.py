@@ -14,7 +14,7 @@ from tiers import open_checkpoints, whole
 from torch import nn
 from training import Job, settings, spoil_weights, wait_for
 
-from trainer_plugin import manifest
+from trainer_plugin.checkpoints import manifest
 from trainer_plugin.guard import Guard
 from trainer_plugin.run_folder import RunState
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from training import outcome, settings, tiny_model, warm_up
 
+from trainer_plugin.data.sampler import IndexSampler
 from trainer_plugin.guard import Guard
-from trainer_plugin.sampler import IndexSampler
 
 BATCH_SIZE = 4
 # Of the long runs: 14 steps are an epoch, so that a checkpoint may lie at the end of one (210) or within (150).

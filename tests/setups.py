@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, SparseAdam
 from training import Job
 
 from trainer_plugin.demo import gpt
-from trainer_plugin.probe import layer_of, plain_name
+from trainer_plugin.step.probe import layer_of, plain_name
 
 NO_CHECKPOINTS = {"checkpoints": {"every": 1000}}
 

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from exporter.catalog import CATALOG
 from exporter.serving import MetricsServer
 from trainer_plugin.config import Config, MetricsConfig
+from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.metrics import Standing
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.policy import NO_UPDATES_STEPS
+from trainer_plugin.policy.ladder import NO_UPDATES_STEPS
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
 

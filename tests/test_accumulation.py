@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_plugin.accumulation import Accumulation
+from trainer_plugin.step.accumulation import Accumulation
 
 
 def mean(*micro_batches):

@@ -7,14 +7,14 @@ import torch
 from training import Batches, equal, tiny_model
 
 from trainer_plugin.actions import Actions, ClipLimit
-from trainer_plugin.checkpoints import Checkpoints
-from trainer_plugin.data import Data
-from trainer_plugin.decisions import ActionsConfig, Decision, Moment
-from trainer_plugin.incidents import Incident
-from trainer_plugin.layer_state import LayerState
+from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.retention import CheckpointsConfig
+from trainer_plugin.checkpoints.state import TrainingState
+from trainer_plugin.checkpoints.store import Checkpoints
+from trainer_plugin.data.batches import Data
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.retention import CheckpointsConfig
-from trainer_plugin.state import TrainingState
+from trainer_plugin.policy.decisions import ActionsConfig, Decision, Moment
+from trainer_plugin.policy.incidents import Incident
 
 MOMENT = Moment(step=40, steps_total=40, now=1.0, loop_up=False)
 

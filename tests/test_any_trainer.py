@@ -19,7 +19,7 @@ import yaml
 from tools import find_tool
 
 from trainer_plugin.demo.process import Process, free_addresses, local_opener
-from trainer_plugin.detectors import EmaRatio
+from trainer_plugin.detection.detectors import EmaRatio
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "alert_rules" / "any_trainer.yml"

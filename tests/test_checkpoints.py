@@ -11,9 +11,9 @@ import torch
 from tiers import checkpoint_folder, flip, open_checkpoints, save, target_steps, whole
 from training import snapshot
 
-from trainer_plugin import manifest
-from trainer_plugin.checkpoints import Checkpoints
-from trainer_plugin.state import Snapshot
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.store import Checkpoints
 
 
 @pytest.fixture

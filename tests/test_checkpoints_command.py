@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer_plugin import manifest
 from trainer_plugin.__main__ import cli
+from trainer_plugin.checkpoints import manifest
 
 ROOT = Path(__file__).parents[1]
 DESIGNED = {"step", "kind", "tiers", "finite", "proven", "bytes"}

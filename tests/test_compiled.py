@@ -7,8 +7,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from training import Job, equal, kick, spoil_gradient, spoil_weights, tiny_model
 
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.probe import Limits, Probe
-from trainer_plugin.shield import Shield
+from trainer_plugin.step.probe import Limits, Probe
+from trainer_plugin.step.shield import Shield
 
 # Torch's own warnings while it compiles.
 pytestmark = [

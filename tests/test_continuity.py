@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer_plugin.continuity import Continuity
+from trainer_plugin.detection.continuity import Continuity
 
 
 def changes(steps, rates=None):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_plugin.data import Data, Quarantine
+from trainer_plugin.data.batches import Data, Quarantine
 
 
 class Sampler:

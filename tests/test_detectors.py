@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from curves import CURVES, FAULT, HEALTHY, STEPS, WARMUP_FAULT, decay, signals, worked_example
 
-from trainer_plugin.detectors import DetectionConfig, EmaRatio, RollingSigma
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.recovery import Recovery
-from trainer_plugin.robust import Robust
+from trainer_plugin.detection.detectors import DetectionConfig, EmaRatio, RollingSigma
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.recovery import Recovery
+from trainer_plugin.detection.robust import Robust
 
 DEFAULT = DetectionConfig()
 DETECTORS = {

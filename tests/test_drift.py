@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from curves import CURVES, FAULT, decay, signals
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.drift import Drift
-from trainer_plugin.monitor import Monitor
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.drift import Drift
+from trainer_plugin.detection.monitor import Monitor
 
 
 def drift():

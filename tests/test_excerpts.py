@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from curves import signals
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.monitor import Monitor
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
 
 EXCERPTS = Path(__file__).parent / "excerpts"
 

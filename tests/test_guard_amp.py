@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from training import adamw_job, equal
 
-from trainer_plugin.alerts import OWN_SIGNALS
+from trainer_plugin.policy.alerts import OWN_SIGNALS
 
 
 class Scaled:

@@ -8,8 +8,8 @@ from tiers import checkpoint_folder
 from torch import nn
 from training import adamw_job, equal, spoil_weights, tiny_model
 
-from trainer_plugin import manifest
-from trainer_plugin.tier import Tier
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.tier import Tier
 
 
 def loss_fn(model, batch):

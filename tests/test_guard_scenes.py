@@ -11,11 +11,12 @@ from torch import nn
 from training import adamw_job, equal, hooks, spoil_gradient, spoil_weights, wait_for
 
 from exporter.commands import Command
-from trainer_plugin import manifest, scene
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.plain import decode_plain
+from trainer_plugin.checkpoints.rng import set_rng_state
+from trainer_plugin.checkpoints.tensor_files import read_tensors
 from trainer_plugin.config import Config, read_config
-from trainer_plugin.plain import decode_plain
-from trainer_plugin.rng import set_rng_state
-from trainer_plugin.tensor_files import read_tensors
+from trainer_plugin.scenes import scene
 
 
 def scenes(job) -> list:

@@ -2,8 +2,8 @@
 
 import json
 
-from trainer_plugin.detectors import Verdict
-from trainer_plugin.hard_batches import HardBatches
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.detection.hard_batches import HardBatches
 
 
 def outlier(step, rise=1.0):

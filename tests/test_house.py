@@ -11,9 +11,9 @@ import pytest
 from exporter import catalog
 from exporter.catalog import CATALOG
 from exporter.commands import Action, Outcome, Source
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.readings import Readings
 from trainer_plugin.metrics import _READING_GAUGES, _READING_HISTOGRAMS
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.readings import Readings
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("exporter", "trainer_plugin", "alert_rules")
@@ -23,20 +23,24 @@ MAX_LINES = 300
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detectors", "ordered_window", "tail", "robust", "drift", "level", "oscillation", "loss_scale",
-    "hard_batches", "nonfinite", "recovery", "readings", "continuity", "layer_baselines", "monitor", "incidents",
-    "decisions", "partial", "budget", "policy_state", "alerts", "policy", "sampler", "source", "data", "scene",
-    "manifest", "retention", "inventory", "inventory_table", "time_limit",
+    "signals", "detection.detectors", "detection.ordered_window", "detection.tail", "detection.robust",
+    "detection.drift", "detection.level", "detection.oscillation", "detection.loss_scale",
+    "detection.hard_batches", "detection.nonfinite", "detection.recovery", "detection.readings",
+    "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.incidents",
+    "policy.decisions", "policy.partial", "policy.budget", "policy.state", "policy.alerts", "policy.ladder",
+    "data.sampler", "data.source", "data.batches", "scenes.scene", "checkpoints.manifest",
+    "checkpoints.retention", "checkpoints.inventory", "checkpoints.inventory_table", "checkpoints.time_limit",
     # Torch, and no policy.
-    "row", "norms", "probe", "untraced", "layer_signals", "accumulation", "unscaling", "shield", "learning_rate",
-    "schedule", "faults", "plain", "rng", "proof", "state", "layer_state", "slots", "tensor_files", "tier", "writer",
-    "checkpoints",
+    "step.row", "step.norms", "step.probe", "step.untraced", "step.layer_signals", "step.accumulation",
+    "step.unscaling", "step.shield", "learning_rate", "schedule", "faults", "checkpoints.plain",
+    "checkpoints.rng", "checkpoints.proof", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
+    "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.store",
     # What sees both rows.
-    "stop_signals", "recorder", "history", "scenes", "actions", "config", "metrics", "endpoint", "step_reader",
-    "run_folder", "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",
+    "stop_signals", "scenes.recorder", "history", "scenes.store", "actions", "config", "metrics", "endpoint",
+    "step.reader", "run_folder", "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",
 )  # fmt: skip
-NO_TORCH = ORDER[: ORDER.index("row")]
-TORCH_ROW = ORDER[ORDER.index("row") : ORDER.index("history")]
+NO_TORCH = ORDER[: ORDER.index("step.row")]
+TORCH_ROW = ORDER[ORDER.index("step.row") : ORDER.index("history")]
 KINDS = {"set": "gauge", "set_known": "gauge", "clear": "gauge", "add": "counter", "observe": "histogram"}
 KNOWN = {metric.name: metric for metric in CATALOG}
 
@@ -63,11 +67,20 @@ def packages(path):
     return {module.split(".")[0] for module in imports(path)}
 
 
-def ours(module):
-    """The modules of `trainer_plugin` that one of them imports."""
-    found = {name.split(".")[1] for name in imports(ROOT / "trainer_plugin" / f"{module}.py")
-             if name.startswith("trainer_plugin.")}  # fmt: skip
-    return found & ({path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} | {"backtest", "demo"})
+def path_of(module):
+    """The file of a module of `trainer_plugin`."""
+    return ROOT / "trainer_plugin" / f"{module.replace('.', '/')}.py"
+
+
+def module_of(path):
+    """The name of a file's module within `trainer_plugin`."""
+    return path.relative_to(ROOT / "trainer_plugin").with_suffix("").as_posix().replace("/", ".")
+
+
+def ours(path):
+    """The modules of `trainer_plugin` that a file imports."""
+    found = {name.removeprefix("trainer_plugin.") for name in imports(path) if name.startswith("trainer_plugin.")}
+    return {name for name in found if path_of(name).exists() or name in {"backtest", "demo"}}
 
 
 def page_calls():
@@ -99,27 +112,29 @@ def test_rules_import_nothing():
 
 def test_every_module_has_its_place_in_the_order():
     """The order names every module of the trainer's side, but for the command line, the backtest and the demo above."""
-    modules = {path.stem for path in (ROOT / "trainer_plugin").glob("*.py")} - {"__main__"}
-    assert modules == set(ORDER)
+    modules = {module_of(path) for path in (ROOT / "trainer_plugin").rglob("*.py")}
+    commands = {name for name in modules if name.split(".")[0] in {"__main__", "backtest", "demo"}}
+    packages_themselves = {name for name in modules if name.endswith(".__init__")}
+    assert modules - commands - packages_themselves == set(ORDER)
 
 
 @pytest.mark.parametrize("module", ORDER)
 def test_imports_go_one_way(module):
     """Each module imports only modules that stand before it."""
-    assert ours(module) <= set(ORDER[: ORDER.index(module)])
+    assert ours(path_of(module)) <= set(ORDER[: ORDER.index(module)])
 
 
 @pytest.mark.parametrize("module", NO_TORCH)
 def test_judgement_needs_no_torch(module):
     """Signals, detectors, incidents and policy are plain arithmetic, also through what they import."""
-    assert "torch" not in packages(ROOT / "trainer_plugin" / f"{module}.py")
-    assert ours(module) <= set(NO_TORCH)
+    assert "torch" not in packages(path_of(module))
+    assert ours(path_of(module)) <= set(NO_TORCH)
 
 
-@pytest.mark.parametrize("module", ORDER[: ORDER.index("sampler")])
+@pytest.mark.parametrize("module", ORDER[: ORDER.index("data.sampler")])
 def test_judgement_has_no_clock_and_no_files(module):
     """What judges a run reads no clock, no file and no environment: it is told all it needs."""
-    path = ROOT / "trainer_plugin" / f"{module}.py"
+    path = path_of(module)
     assert not packages(path) & {"os", "pathlib", "io", "shutil", "time", "datetime", "socket", "threading", "logging"}
     called = {node.func.id for node in ast.walk(ast.parse(path.read_text()))
               if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
@@ -129,7 +144,8 @@ def test_judgement_has_no_clock_and_no_files(module):
 @pytest.mark.parametrize("module", TORCH_ROW)
 def test_what_handles_tensors_knows_no_policy(module):
     """Probe, shield, learning rate, state and checkpoints know how, and not why or when."""
-    assert not ours(module) & {"policy", "incidents", "monitor", "detectors", "guard"}
+    judgement = {"policy.ladder", "policy.incidents", "detection.monitor", "detection.detectors", "guard"}
+    assert not ours(path_of(module)) & judgement
 
 
 @pytest.mark.parametrize(
@@ -140,8 +156,8 @@ def test_what_handles_tensors_knows_no_policy(module):
 def test_backtest_needs_no_torch(path):
     """What reads and judges old logs imports nothing with torch in it; only the command, for guard.yaml, does."""
     assert "torch" not in packages(path)
-    used = {module.split(".")[1] for module in imports(path) if module.startswith("trainer_plugin.")}
-    assert used <= {*NO_TORCH, "backtest"}
+    used = {module for module in ours(path) if not module.startswith("backtest")}
+    assert used <= set(NO_TORCH)
 
 
 def test_the_page_needs_no_torch():

@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from trainer_plugin.detectors import Verdict
-from trainer_plugin.incidents import MAX_EVIDENCE, Incident, Remedy, classify
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.policy.incidents import MAX_EVIDENCE, Incident, Remedy, classify
 
 
 def verdict(step, detector="robust", signal="loss", *, value=6.0, baseline=2.0, first_step=None):

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from training import snapshot
 
-from trainer_plugin import manifest
-from trainer_plugin.checkpoints import Checkpoints
-from trainer_plugin.incidents import Incident
-from trainer_plugin.inventory import Inventory, take_inventory
-from trainer_plugin.policy_state import PolicyState
-from trainer_plugin.retention import CheckpointsConfig
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.inventory import Inventory, take_inventory
+from trainer_plugin.checkpoints.retention import CheckpointsConfig
+from trainer_plugin.checkpoints.store import Checkpoints
+from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.policy.state import PolicyState
 from trainer_plugin.run_folder import RunState
 
 

@@ -5,14 +5,14 @@ import pytest
 
 from exporter.commands import Command
 from exporter.page import Page
-from trainer_plugin.checkpoints import Loaded
+from trainer_plugin.checkpoints.manifest import Manifest
+from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.store import Loaded
 from trainer_plugin.control_loop import ControlLoop
-from trainer_plugin.decisions import Decision, Moment, Refusal
-from trainer_plugin.incidents import Incident, Remedy
 from trainer_plugin.journal import Journal
-from trainer_plugin.manifest import Manifest
+from trainer_plugin.policy.decisions import Decision, Moment, Refusal
+from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.run_folder import JobFolder
-from trainer_plugin.state import Snapshot
 
 MOMENT = Moment(step=40, steps_total=45, now=12.0, loop_up=True)
 COMMAND = Command(id="a1", run="tiny", action="rollback", source="alert", received=1.0, alert="TrainLossNotRecovering")

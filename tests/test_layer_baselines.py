@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer_plugin.layer_baselines import LayerBaselines
+from trainer_plugin.detection.layer_baselines import LayerBaselines
 
 
 def calm(seed: int = 0, steps: int = 300) -> list[dict[str, float]]:

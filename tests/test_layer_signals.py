@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from training import tiny_model
 
-from trainer_plugin.layer_signals import LayerSignals
-from trainer_plugin.probe import Probe
+from trainer_plugin.step.layer_signals import LayerSignals
+from trainer_plugin.step.probe import Probe
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),

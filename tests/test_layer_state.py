@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from training import Batches, equal
 
-from trainer_plugin.data import Data
-from trainer_plugin.layer_state import LayerState
-from trainer_plugin.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.data.batches import Data
 
 
 class Block(nn.Module):

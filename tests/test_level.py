@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from curves import signals
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.level import LOOK_VALUES, Level
-from trainer_plugin.monitor import Monitor
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.level import LOOK_VALUES, Level
+from trainer_plugin.detection.monitor import Monitor
 
 
 def found(level, centers, *, first=0, least_rise=0.0, learn=True, judge=True):

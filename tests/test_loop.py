@@ -23,10 +23,10 @@ from trainer_plugin.config import read_config
 from trainer_plugin.demo.job import Workbench, train_guarded
 from trainer_plugin.demo.servers import Stack, find_servers
 from trainer_plugin.demo.text import Corpus
-from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.faults import Faults
 from trainer_plugin.metrics import Metrics
-from trainer_plugin.monitor import Monitor
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
 

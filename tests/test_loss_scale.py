@@ -2,7 +2,7 @@
 
 import math
 
-from trainer_plugin.loss_scale import LossScale
+from trainer_plugin.detection.loss_scale import LossScale
 
 
 def judge(scales, *, tell_steps=200):

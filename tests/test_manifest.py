@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from tiers import flip
 
-from trainer_plugin import manifest
-from trainer_plugin.manifest import File, HashedFile, Manifest
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.manifest import File, HashedFile, Manifest
 
 
 @pytest.fixture

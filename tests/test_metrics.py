@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.catalog import CATALOG, THRESHOLDS
 from exporter.page import Page
-from trainer_plugin.budget import BudgetConfig
 from trainer_plugin.config import read_config
-from trainer_plugin.detectors import DetectionConfig, Verdict
+from trainer_plugin.detection.detectors import DetectionConfig, Verdict
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.readings import Readings
 from trainer_plugin.metrics import Metrics, Standing
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.readings import Readings
+from trainer_plugin.policy.budget import BudgetConfig
 
 LAYERS = ("h.0", "h.1")
 INFO = {

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from training import equal, tiny_model
 
-from trainer_plugin.layer_state import LayerState
-from trainer_plugin.state import TrainingState
+from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.state import TrainingState
 
 LR = 1e-2
 KINDS = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from curves import CURVES, FAULT, STEPS, decay, signals
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.monitor import Monitor
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
 
 WARM = 200
 # The default settings, but for a warm-up that tests need not sit through.

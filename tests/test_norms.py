@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer_plugin.norms import layer_norms, scale_and_check, tensor_norms
+from trainer_plugin.step.norms import layer_norms, scale_and_check, tensor_norms
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from trainer_plugin.ordered_window import OrderedWindow
+from trainer_plugin.detection.ordered_window import OrderedWindow
 
 
 def test_it_holds_the_newest_in_both_orders():

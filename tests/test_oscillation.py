@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from curves import signals
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.oscillation import Oscillation
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.oscillation import Oscillation
 
 
 def thrown_out(*first_steps):

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from trainer_plugin.decisions import ActionsConfig
-from trainer_plugin.incidents import MAX_LAYERS, Incident, Remedy
-from trainer_plugin.partial import partial_layers, rollback_kind
-from trainer_plugin.readings import Readings
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.policy.decisions import ActionsConfig
+from trainer_plugin.policy.incidents import MAX_LAYERS, Incident, Remedy
+from trainer_plugin.policy.partial import partial_layers, rollback_kind
 
 MODEL = [f"blocks.{number}" for number in range(10)]
 ON = ActionsConfig(partial_rollback=True)

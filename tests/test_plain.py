@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_plugin.plain import decode_plain, encode_plain, plain_copy
+from trainer_plugin.checkpoints.plain import decode_plain, encode_plain, plain_copy
 
 
 def test_a_copy_shares_nothing():

@@ -9,13 +9,13 @@ import pytest
 from curves import signals
 
 from exporter.commands import Command
-from trainer_plugin.budget import BudgetConfig, Rollback
-from trainer_plugin.decisions import ActionsConfig, Moment
-from trainer_plugin.detectors import DetectionConfig, Verdict
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.policy import HEALED_STEPS, NO_UPDATES_STEPS, Policy
-from trainer_plugin.policy_state import PolicyState
-from trainer_plugin.readings import Readings
+from trainer_plugin.detection.detectors import DetectionConfig, Verdict
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.policy.budget import BudgetConfig, Rollback
+from trainer_plugin.policy.decisions import ActionsConfig, Moment
+from trainer_plugin.policy.ladder import HEALED_STEPS, NO_UPDATES_STEPS, Policy
+from trainer_plugin.policy.state import PolicyState
 
 GRACE_SECONDS = 30.0
 COOLDOWN_STEPS = 200

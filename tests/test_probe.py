@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_plugin.probe import Limits, Probe, layer_of
-from trainer_plugin.row import HUGE_NORM, Withhold
+from trainer_plugin.step.probe import Limits, Probe, layer_of
+from trainer_plugin.step.row import HUGE_NORM, Withhold
 
 
 class Stack(nn.Module):

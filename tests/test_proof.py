@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from training import equal
 
-from trainer_plugin.plain import decode_plain, encode_plain
-from trainer_plugin.proof import Proof, ProofError
-from trainer_plugin.rng import rng_state
-from trainer_plugin.state import TrainingState
+from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
+from trainer_plugin.checkpoints.proof import Proof, ProofError
+from trainer_plugin.checkpoints.rng import rng_state
+from trainer_plugin.checkpoints.state import TrainingState
 
 BATCH = torch.randn(16, 4, generator=torch.Generator().manual_seed(5))
 

@@ -88,12 +88,16 @@ def test_the_commands_exist(tmp_path, monkeypatch):
 def test_the_file_map_names_every_module():
     """The map in the README lists each source file, and none that is not there."""
     file_map = next(block for block in blocks("text") if block.startswith("exporter/"))
-    named = set(re.findall(r"^  (\w+\.py) ", file_map, re.MULTILINE))
+    named, folders = set(), [""]
+    for indent, name in re.findall(r"^( *)(\w+/|\w+\.py) ", file_map, re.MULTILINE):
+        folders[len(indent) // 2 :] = [name]
+        if name.endswith(".py"):
+            named.add("".join(folders))
 
     there = {
-        path.name
+        path.relative_to(ROOT).as_posix()
         for package in ("exporter", "trainer_plugin")
-        for path in (ROOT / package).glob("*.py")
-        if not path.name.startswith("__")
+        for path in (ROOT / package).rglob("*.py")
+        if not path.name.startswith("__") and path.parent.name not in {"backtest", "demo"}
     }
     assert named == there

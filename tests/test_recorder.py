@@ -6,8 +6,8 @@ import pytest
 import torch
 from curves import signals
 
-from trainer_plugin.recorder import KEPT_STEPS, Recorder
-from trainer_plugin.rng import set_rng_state
+from trainer_plugin.checkpoints.rng import set_rng_state
+from trainer_plugin.scenes.recorder import KEPT_STEPS, Recorder
 
 
 def recorder_after(step: int, *batches, **options) -> Recorder:

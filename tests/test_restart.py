@@ -16,7 +16,7 @@ from loaders import LoaderJob, assert_equal_but_for_the_start
 from tiers import open_checkpoints, whole
 from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
 
-from trainer_plugin.checkpoints import Checkpoints
+from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.guard import Guard
 from trainer_plugin.run_folder import RunInUseError
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer_plugin.manifest import Manifest
-from trainer_plugin.retention import CheckpointsConfig, Lineage, SaveEvery, kept
+from trainer_plugin.checkpoints.manifest import Manifest
+from trainer_plugin.checkpoints.retention import CheckpointsConfig, Lineage, SaveEvery, kept
 
 
 def checkpoint(step: int, branch: int = 0, *, finite: bool = True) -> Manifest:

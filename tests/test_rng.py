@@ -5,8 +5,8 @@ import random
 import numpy as np
 import torch
 
-from trainer_plugin.plain import decode_plain, encode_plain
-from trainer_plugin.rng import RNG_PARTS, rng_state, set_rng_state
+from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
+from trainer_plugin.checkpoints.rng import RNG_PARTS, rng_state, set_rng_state
 
 
 def draw():

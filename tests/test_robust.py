@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from curves import signals
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.robust import Robust
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.robust import Robust
 
 DEFAULT = DetectionConfig()
 # The one published spike of BLOOM-176B, iterations 31214 to 31222: loss and gradient norm, from the run's public log

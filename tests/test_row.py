@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer_plugin.row import HUGE_NORM, Row, Withhold
+from trainer_plugin.step.row import HUGE_NORM, Row, Withhold
 
 
 def row(*values: float, layers=(), norms=(("a",), [1.0])) -> Row:

@@ -19,7 +19,7 @@ from tools import find_tool
 from exporter.catalog import ACTIONS, CATALOG, THRESHOLDS
 from exporter.runs import RunFolder
 from exporter.webhook import MAX_BODY_BYTES, build_app
-from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.detection.detectors import DetectionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "alert_rules"

@@ -9,9 +9,9 @@ import time
 import msgspec
 import pytest
 
-from trainer_plugin.data import Quarantine
+from trainer_plugin.checkpoints.retention import Lineage
+from trainer_plugin.data.batches import Quarantine
 from trainer_plugin.learning_rate import LrState
-from trainer_plugin.retention import Lineage
 from trainer_plugin.run_folder import JobFolder, RunInUseError, RunState
 
 ENTRY = Quarantine(first=3, last=9, incident=1, reason="unknown at step 7", sample_ids=("a", "b"))

@@ -12,7 +12,7 @@ from exporter.commands import Command
 from exporter.run_status import MOST_STATE_BYTES, STATE_SCHEMA, STATES, read_runs
 from exporter.runs import RunFolder
 from trainer_plugin import run_folder
-from trainer_plugin.policy_state import PolicyState
+from trainer_plugin.policy.state import PolicyState
 from trainer_plugin.run_folder import JobFolder, RunState
 
 NOW = 1_700_000_000.0

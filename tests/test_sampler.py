@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_plugin.sampler import IndexSampler
+from trainer_plugin.data.sampler import IndexSampler
 
 
 def flat(batches):

@@ -6,8 +6,8 @@ import math
 import msgspec
 import pytest
 
-from trainer_plugin import scene
-from trainer_plugin.scene import Scene, plain_signals
+from trainer_plugin.scenes import scene
+from trainer_plugin.scenes.scene import Scene, plain_signals
 from trainer_plugin.signals import LayerReading, Signals
 
 READING = LayerReading(

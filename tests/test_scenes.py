@@ -8,18 +8,19 @@ import torch
 from curves import signals
 from training import equal, tiny_model
 
-from trainer_plugin import manifest, scene
-from trainer_plugin.checkpoints import Checkpoints
-from trainer_plugin.detectors import DetectionConfig
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.plain import decode_plain
+from trainer_plugin.checkpoints.retention import CheckpointsConfig
+from trainer_plugin.checkpoints.state import TrainingState
+from trainer_plugin.checkpoints.store import Checkpoints
+from trainer_plugin.checkpoints.tensor_files import read_tensors
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.history import History
-from trainer_plugin.incidents import Incident
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.plain import decode_plain
-from trainer_plugin.recorder import Recorder
-from trainer_plugin.retention import CheckpointsConfig
-from trainer_plugin.scenes import Scenes
-from trainer_plugin.state import TrainingState
-from trainer_plugin.tensor_files import read_tensors
+from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.scenes import scene
+from trainer_plugin.scenes.recorder import Recorder
+from trainer_plugin.scenes.store import Scenes
 
 SPACING_STEPS = 100
 

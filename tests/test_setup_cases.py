@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from training import spoil_gradient, tiny_model
 
-from trainer_plugin.probe import Limits, Probe
+from trainer_plugin.step.probe import Limits, Probe
 
 TO_HOST = {"item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from training import equal, tiny_model
 
-from trainer_plugin.probe import Limits, Probe
-from trainer_plugin.shield import Shield, is_fused
+from trainer_plugin.step.probe import Limits, Probe
+from trainer_plugin.step.shield import Shield, is_fused
 
 OPTIMIZERS = {
     "AdamW": lambda parameters, **kind: torch.optim.AdamW(parameters, lr=0.1, **kind),

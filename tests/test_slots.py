@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from trainer_plugin.slots import Slots
-from trainer_plugin.state import Snapshot
+from trainer_plugin.checkpoints.slots import Slots
+from trainer_plugin.checkpoints.state import Snapshot
 
 
 def state(value: float, **tensors: torch.Tensor) -> Snapshot:

@@ -7,9 +7,9 @@ import torch
 from loaders import Samples, indices, loader
 from torch.utils.data import DataLoader
 
-from trainer_plugin.data import Data, Quarantine
-from trainer_plugin.sampler import IndexSampler
-from trainer_plugin.source import source_of
+from trainer_plugin.data.batches import Data, Quarantine
+from trainer_plugin.data.sampler import IndexSampler
+from trainer_plugin.data.source import source_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),

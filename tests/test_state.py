@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from training import Batches, equal, tiny_model
 
-from trainer_plugin.data import Data
-from trainer_plugin.plain import decode_plain, encode_plain
-from trainer_plugin.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
+from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.data.batches import Data
 
 
 class Loop:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.layer_signals import LayerSignals
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.probe import Limits, Probe
-from trainer_plugin.step_reader import StepReader
+from trainer_plugin.step.layer_signals import LayerSignals
+from trainer_plugin.step.probe import Limits, Probe
+from trainer_plugin.step.reader import StepReader
 
 
 class Line(nn.Module):

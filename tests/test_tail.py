@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trainer_plugin.tail import Tail
+from trainer_plugin.detection.tail import Tail
 
 
 def learnt(scores, size=1024):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_plugin.tensor_files import read_tensors, write_tensors
+from trainer_plugin.checkpoints.tensor_files import read_tensors, write_tensors
 
 TENSORS = {
     "model/weight": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),

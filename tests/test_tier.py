@@ -11,11 +11,11 @@ import torch
 from tiers import flip
 from training import snapshot
 
-from trainer_plugin import manifest
-from trainer_plugin.manifest import Manifest
-from trainer_plugin.retention import SaveEvery
-from trainer_plugin.state import Snapshot
-from trainer_plugin.tier import Tier
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.manifest import Manifest
+from trainer_plugin.checkpoints.retention import SaveEvery
+from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.tier import Tier
 
 LARGE = Snapshot(tensors={"model/weight": torch.ones(100_000)}, plain={"guard": {"step": 20}})
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from trainer_plugin.time_limit import within
+from trainer_plugin.checkpoints.time_limit import within
 
 
 def test_what_ends_in_time_gives_its_result_or_its_error():

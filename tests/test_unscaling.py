@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_plugin.unscaling import Unscaling
+from trainer_plugin.step.unscaling import Unscaling
 
 
 class Scaled:

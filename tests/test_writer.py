@@ -11,7 +11,7 @@ import torch
 from tiers import FaultyTier, open_checkpoints, save, target_steps, whole
 from training import snapshot, wait_for
 
-from trainer_plugin.state import Snapshot
+from trainer_plugin.checkpoints.state import Snapshot
 
 TIERS = ("local", "shared")
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from training import snapshot
 
-from trainer_plugin import manifest
-from trainer_plugin.checkpoints import Checkpoints
-from trainer_plugin.retention import CheckpointsConfig, Lineage
-from trainer_plugin.tier import Tier
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.retention import CheckpointsConfig, Lineage
+from trainer_plugin.checkpoints.store import Checkpoints
+from trainer_plugin.checkpoints.tier import Tier
 
 
 def nothing() -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer_plugin.checkpoints.state import Snapshot
 from trainer_plugin.guard import Guard
-from trainer_plugin.state import Snapshot
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 8.0) -> None:

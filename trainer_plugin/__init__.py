@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_plugin.config import Config
+    from trainer_plugin.data.sampler import IndexSampler
     from trainer_plugin.guard import Guard
-    from trainer_plugin.sampler import IndexSampler
 
-_MODULES = {"Config": "config", "Guard": "guard", "IndexSampler": "sampler"}
+_MODULES = {"Config": "config", "Guard": "guard", "IndexSampler": "data.sampler"}
 __all__ = ["Config", "Guard", "IndexSampler"]
 
 

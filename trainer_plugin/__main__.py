@@ -12,9 +12,9 @@ import msgspec
 
 from trainer_plugin.backtest.command import check_targets, read_options, run_backtest, write_result
 from trainer_plugin.backtest.notes import printable
+from trainer_plugin.checkpoints.inventory import take_inventory
+from trainer_plugin.checkpoints.inventory_table import inventory_table
 from trainer_plugin.demo.scenarios import SCENARIOS
-from trainer_plugin.inventory import take_inventory
-from trainer_plugin.inventory_table import inventory_table
 
 _DEMO_EXAMPLE = """example:
   python -m trainer_plugin demo --scenario sustained --json demo.json

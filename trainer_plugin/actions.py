@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trainer_plugin.checkpoints import Checkpoints, Loaded
-from trainer_plugin.data import Data, Quarantine
-from trainer_plugin.decisions import ActionsConfig, Decision, Moment
-from trainer_plugin.incidents import Incident
-from trainer_plugin.layer_state import LayerState
+from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.store import Checkpoints, Loaded
+from trainer_plugin.data.batches import Data, Quarantine
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.state import Snapshot, TrainingState
+from trainer_plugin.policy.decisions import ActionsConfig, Decision, Moment
+from trainer_plugin.policy.incidents import Incident
 
 _log = logging.getLogger(__name__)
 # R11: the data from 5 steps before the first bad step to 20 after it are suspect, run already or not.

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from trainer_plugin.decisions import Moment
 from trainer_plugin.metrics import Standing
 from trainer_plugin.parts import Parts
+from trainer_plugin.policy.decisions import Moment
 from trainer_plugin.signals import Signals
 
 _log = logging.getLogger(__name__)

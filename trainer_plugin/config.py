@@ -10,10 +10,10 @@ import yaml
 from msgspec.structs import replace
 
 from exporter.runs import valid_run_name
-from trainer_plugin.budget import BudgetConfig
-from trainer_plugin.decisions import ActionsConfig, Mode
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.retention import CheckpointsConfig
+from trainer_plugin.checkpoints.retention import CheckpointsConfig
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.policy.budget import BudgetConfig
+from trainer_plugin.policy.decisions import ActionsConfig, Mode
 
 
 class OptionsLoader(yaml.SafeLoader):

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 
 from exporter.forks import let_go_in_children
 from trainer_plugin.boundary import Boundary
+from trainer_plugin.checkpoints.proof import LossFn
 from trainer_plugin.config import Config, read_config, with_absolute_folders
-from trainer_plugin.data import Data
+from trainer_plugin.data.batches import Data
 from trainer_plugin.history import Resume
 from trainer_plugin.parts import Parts
-from trainer_plugin.probe import Limits
-from trainer_plugin.proof import LossFn
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
-from trainer_plugin.untraced import untraced
+from trainer_plugin.step.probe import Limits
+from trainer_plugin.step.untraced import untraced
 
 _log = logging.getLogger(__name__)
 _SETTLED_STEPS = 3

@@ -3,12 +3,12 @@
 import logging
 from typing import Any, Literal
 
-from trainer_plugin.checkpoints import Checkpoints, Loaded
-from trainer_plugin.incidents import Incident
-from trainer_plugin.manifest import Manifest
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.proof import ProofError
-from trainer_plugin.state import TrainingState
+from trainer_plugin.checkpoints.manifest import Manifest
+from trainer_plugin.checkpoints.proof import ProofError
+from trainer_plugin.checkpoints.state import TrainingState
+from trainer_plugin.checkpoints.store import Checkpoints, Loaded
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.policy.incidents import Incident
 
 _log = logging.getLogger(__name__)
 Resume = Literal["auto", "require", "never"]

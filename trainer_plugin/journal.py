@@ -8,12 +8,12 @@ import msgspec
 from exporter.catalog import TIERS
 from exporter.commands import Command, Outcome, Record
 from exporter.page import Page
-from trainer_plugin.checkpoints import Loaded
+from trainer_plugin.checkpoints.store import Loaded
 from trainer_plugin.control_loop import ControlLoop
-from trainer_plugin.decisions import Decision, Moment, Refusal
-from trainer_plugin.incidents import Incident, Remedy
+from trainer_plugin.policy.decisions import Decision, Moment, Refusal
+from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.run_folder import JobFolder
-from trainer_plugin.scene import Scene
+from trainer_plugin.scenes.scene import Scene
 
 _log = logging.getLogger(__name__)
 

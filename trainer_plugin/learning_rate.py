@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_plugin.untraced import untraced
+from trainer_plugin.step.untraced import untraced
 
 
 class LrState(msgspec.Struct, kw_only=True):

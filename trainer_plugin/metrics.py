@@ -10,8 +10,8 @@ import msgspec
 from exporter.catalog import THRESHOLDS, TIERS
 from exporter.page import Page
 from trainer_plugin.config import Config
-from trainer_plugin.detectors import Verdict
-from trainer_plugin.readings import Readings
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.detection.readings import Readings
 from trainer_plugin.signals import Signals
 
 _RECENT_SECONDS = 60.0

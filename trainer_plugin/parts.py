@@ -13,28 +13,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_plugin.actions import Actions, ClipLimit
-from trainer_plugin.checkpoints import Checkpoints
+from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.plain import encode_plain
+from trainer_plugin.checkpoints.proof import LossFn, Proof
+from trainer_plugin.checkpoints.state import TrainingState
+from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.config import Config
 from trainer_plugin.control_loop import ControlLoop
-from trainer_plugin.data import Data
+from trainer_plugin.data.batches import Data
+from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.errors import Errors
 from trainer_plugin.history import History, Resume, lasting_copy
 from trainer_plugin.journal import Journal
-from trainer_plugin.layer_signals import LayerSignals
-from trainer_plugin.layer_state import LayerState
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.plain import encode_plain
-from trainer_plugin.policy import Policy
-from trainer_plugin.probe import Probe, plain_name
-from trainer_plugin.proof import LossFn, Proof
-from trainer_plugin.recorder import Recorder
+from trainer_plugin.policy.ladder import Policy
 from trainer_plugin.run_folder import JobFolder, RunState
-from trainer_plugin.scenes import Scenes
+from trainer_plugin.scenes.recorder import Recorder
+from trainer_plugin.scenes.store import Scenes
 from trainer_plugin.schedule import Schedule
-from trainer_plugin.state import TrainingState
-from trainer_plugin.step_reader import StepReader
+from trainer_plugin.step.layer_signals import LayerSignals
+from trainer_plugin.step.probe import Probe, plain_name
+from trainer_plugin.step.reader import StepReader
 from trainer_plugin.stop_signals import StopSignals
 
 _log = logging.getLogger(__name__)

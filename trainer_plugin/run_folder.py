@@ -14,11 +14,11 @@ import yaml
 
 from exporter.forks import let_go_in_children
 from exporter.runs import RunFolder, write_atomically
+from trainer_plugin.checkpoints.retention import Lineage
 from trainer_plugin.config import Config
-from trainer_plugin.data import Quarantine
+from trainer_plugin.data.batches import Quarantine
 from trainer_plugin.learning_rate import LrState
-from trainer_plugin.policy_state import PolicyState
-from trainer_plugin.retention import Lineage
+from trainer_plugin.policy.state import PolicyState
 
 _log = logging.getLogger(__name__)
 SCHEMA = 1

@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from overhead import CONTEXT, model_of, paired, seconds, told
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from trainer_plugin.checkpoints.manifest import Manifest
+from trainer_plugin.checkpoints.tensor_files import write_tensors
 from trainer_plugin.demo.gpt import loss
 from trainer_plugin.guard import Guard
-from trainer_plugin.manifest import Manifest
-from trainer_plugin.tensor_files import write_tensors
 
 
 class Training:

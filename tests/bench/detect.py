@@ -21,10 +21,10 @@ from scenes import BLOOM_FIRST_STEP, SCENES, bloom
 
 from trainer_plugin.backtest.judge import Options, judge
 from trainer_plugin.backtest.logs import read_log
-from trainer_plugin.budget import BudgetConfig
-from trainer_plugin.decisions import ActionsConfig
-from trainer_plugin.detectors import DetectionConfig
-from trainer_plugin.monitor import Monitor
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.policy.budget import BudgetConfig
+from trainer_plugin.policy.decisions import ActionsConfig
 from trainer_plugin.signals import Signals
 
 # Logs of one model and one recipe: what is chosen on one of them fits the others, so they are left out together.

@@ -12,12 +12,12 @@ from itertools import islice
 
 import torch
 
+from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.demo.gpt import GPT, held_out_loss, loss
 from trainer_plugin.demo.text import ByteBatches, Corpus, held_out_batches
-from trainer_plugin.layer_baselines import OUTLIER_RATIO, LayerBaselines
-from trainer_plugin.layer_state import LayerState
-from trainer_plugin.probe import Limits, Probe, layer_of
-from trainer_plugin.state import TrainingState
+from trainer_plugin.detection.layer_baselines import OUTLIER_RATIO, LayerBaselines
+from trainer_plugin.step.probe import Limits, Probe, layer_of
 
 SAVED, DAMAGED, FOUND, END = 700, 720, 750, 1050
 LR, WARMUP_STEPS, CONTEXT = 2e-3, 100, 64

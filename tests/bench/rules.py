@@ -28,10 +28,10 @@ from exporter.page import Page
 from exporter.serving import CONTENT_TYPE, MetricsServer, Target
 from trainer_plugin.config import Config
 from trainer_plugin.demo.servers import Stack
-from trainer_plugin.detectors import Verdict
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.readings import Readings
 from trainer_plugin.metrics import Metrics, Standing
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.readings import Readings
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import LayerReading, Signals
 

@@ -10,12 +10,12 @@ from trainer_plugin.backtest.judged import Event, FoundIncident, Judged, WouldDo
 from trainer_plugin.backtest.logs import Log
 from trainer_plugin.backtest.notes import printable
 from trainer_plugin.backtest.rows import LogRow
-from trainer_plugin.budget import BudgetConfig
-from trainer_plugin.decisions import ActionsConfig, Decision, Moment
-from trainer_plugin.detectors import DetectionConfig, Verdict
-from trainer_plugin.incidents import Incident
-from trainer_plugin.monitor import Monitor
-from trainer_plugin.policy import Policy
+from trainer_plugin.detection.detectors import DetectionConfig, Verdict
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.policy.budget import BudgetConfig
+from trainer_plugin.policy.decisions import ActionsConfig, Decision, Moment
+from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.policy.ladder import Policy
 from trainer_plugin.signals import Signals
 
 PROGRESS_STEPS = 200_000

@@ -14,7 +14,7 @@ from trainer_plugin.demo.job import Trained
 from trainer_plugin.demo.scenarios import Scenario
 from trainer_plugin.demo.servers import Servers
 from trainer_plugin.faults import Faults
-from trainer_plugin.incidents import Incident
+from trainer_plugin.policy.incidents import Incident
 from trainer_plugin.run_folder import RunState
 
 # The two trainings see other batches after a rollback, so equal losses cannot be had.

@@ -1,0 +1,154 @@
+"""One tier of checkpoints: a folder in which each is there whole, checked on the way out, or not at all."""
+
+import errno
+import logging
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from trainer_plugin.checkpoints import manifest
+from trainer_plugin.checkpoints.manifest import PLAIN, HashedFile, Manifest
+from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
+from trainer_plugin.checkpoints.retention import SaveEvery
+from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.tensor_files import read_tensors, write_tensors
+
+_log = logging.getLogger(__name__)
+_FOLDERS = "step-*"
+# Writer and rollback may meet in a tier. One that is held for longer than this hangs.
+_LOCK_SECONDS = 10.0
+
+
+class Tier:
+    """A run's folder of checkpoints. Every method that touches files may raise OSError, TimeoutError where it hangs.
+
+    `whole` is what is known to be here without looking; `seconds` is how long the last one took to be whole.
+    """
+
+    def __init__(self, name: str, folder: Path, retention: SaveEvery) -> None:
+        self.name = name
+        self.folder = folder
+        self.retention = retention
+        self.whole: dict[str, Manifest] = {}
+        self.seconds: float | None = None
+        self._made = False
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Make the folder, remove what a killed job left half-done, and find the checkpoints that are whole.
+
+        Raises:
+            OSError: it cannot be made or written; what can be read has been found all the same.
+            PermissionError: others may write in it, who could have a restore run code of theirs; nothing is read.
+        """
+        readable = True
+        try:
+            self._make()
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "not writable")  # As the mkdir would say it.
+        except _OthersWriteError as error:
+            readable = False
+            raise PermissionError(f"checkpoints.{self.name}: {error}") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise type(error)(f"checkpoints.{self.name}: folder {self.folder} cannot be written: {reason}") from error
+        finally:
+            if readable:
+                self._find()
+
+    def write(self, snapshot: Snapshot, draft: Manifest) -> Manifest:
+        """Write a snapshot; nothing of it stays if that fails. `draft` lacks only the files and the tier."""
+        folder = self.folder / draft.name
+        with self._held():
+            self._clear(folder)
+            folder.mkdir(mode=0o700)
+            try:
+                with HashedFile(folder / PLAIN) as file:
+                    file.write(encode_plain(snapshot.plain))
+                files = {PLAIN: file.entry, **write_tensors(folder, snapshot.tensors)}
+                self.whole[draft.name] = manifest.seal(folder, replace(draft, files=files, tier=self.name))
+            except BaseException:
+                manifest.discard(folder)
+                raise
+            return self.whole[draft.name]
+
+    def take(self, source: "Tier", name: str) -> Manifest:
+        """Copy a checkpoint from another tier, verified on arrival."""
+        with self._held():
+            self._clear(self.folder / name)
+            self.whole[name] = manifest.copy(source.folder / name, self.folder / name, tier=self.name)
+            return self.whole[name]
+
+    def faults(self, name: str) -> list[str]:
+        """What is wrong with a checkpoint here; empty if every byte is as it was written."""
+        with self._held():
+            folder = self.folder / name
+            found = manifest.read(folder)
+            if found is None:
+                return [f"{folder}: no checkpoint there"]
+            unhashed = [f"{folder}: no hash of {name}" for name in manifest.unhashed(found)]
+            return unhashed or manifest.faults(folder, found)
+
+    def read(self, name: str) -> Snapshot:
+        """A checkpoint that has just been found without faults."""
+        with self._held():
+            folder = self.folder / name
+            return Snapshot(tensors=read_tensors(folder), plain=decode_plain((folder / PLAIN).read_bytes()))
+
+    def rotate(self, kept: set[str]) -> None:
+        """Remove every checkpoint but these, and forget those that somebody else has removed."""
+        with self._held():
+            for name in list(self.whole):
+                if name not in kept:
+                    self.whole.pop(name)
+                    manifest.remove(self.folder / name)
+                elif manifest.read(self.folder / name) is None:
+                    self.whole.pop(name)
+
+    def _make(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tier, run = self.folder.parent.stat(), self.folder.stat()
+        if run.st_mode & stat.S_IWOTH:
+            raise _OthersWriteError(f"anybody may write in {self.folder}: take that right away (chmod o-w)")
+        # What root squashing makes of root's folders belongs to somebody else, too.
+        if run.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise _OthersWriteError(f"{self.folder} belongs to user {run.st_uid}, not to the one who trains")
+        if tier.st_mode & stat.S_IWOTH and not tier.st_mode & stat.S_ISVTX:
+            _log.warning("anybody may replace the folders in %s: take that right away (chmod o-w)", self.folder.parent)
+        self._made = True
+
+    def _clear(self, folder: Path) -> None:
+        """Make room for a checkpoint. A tier that was there once is not made anew: its file system has gone away."""
+        if not self._made:
+            self._make()
+        self.whole.pop(folder.name, None)
+        manifest.remove(folder)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            raise TimeoutError(f"checkpoint folder {self.folder} does not answer")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _find(self) -> None:
+        for path in self.folder.glob(_FOLDERS):
+            found = manifest.read(path)
+            if found is not None:
+                self.whole[path.name] = found
+            elif (path / manifest.NAME).exists():
+                _log.warning("%s: left alone: %s", path, manifest.refusal(path))
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class _OthersWriteError(OSError):
+    """A folder in which others can put what they like."""

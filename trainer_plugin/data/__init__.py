@@ -1,0 +1,1 @@
+"""Batches with a position, and the samples that are left out."""

@@ -1,0 +1,1 @@
+"""What went wrong, from signals alone: pure, with no torch, clock or file."""

@@ -1,0 +1,300 @@
+"""The policy: verdicts and commands meet here, and at most one action a boundary comes out. Pure: no torch, no files.
+
+| sign                                       | remedy                            | who acts                          |
+|--------------------------------------------|-----------------------------------|-----------------------------------|
+| loss or gradient not finite                | step withheld (by the shield)     | the job, at once                  |
+| gradient norm > `grad_norm_ratio` x EMA    | clipped in that step, then lower_lr | the job, at once                |
+| loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
+| loss and norm both out of their bands      | withheld, if `withhold_spikes`    | the job, at once                  |
+| loss drifts or oscillates, AMP scale low   | lower_lr                          | the alert, else the job (grace)   |
+| loss unrecovered for `sustained_steps`     | rollback (`partial_rollback`: of  | the alert, else the job (grace)   |
+|                                            | a few layers first, if they fit)  |                                   |
+| `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
+| weights not finite                         | rollback; stop if there is no way | the job, at once                  |
+
+"The job" means mode `auto`: in `observe` it says what it would have done, in `assist` it obeys commands only.
+"""
+
+from exporter.commands import Command
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.policy.alerts import OWN_SIGNALS, Known, already_over
+from trainer_plugin.policy.budget import BudgetConfig, Rollback, in_vain, overspent
+from trainer_plugin.policy.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
+from trainer_plugin.policy.incidents import Incident, Remedy
+from trainer_plugin.policy.partial import partial_layers, rollback_kind
+from trainer_plugin.policy.state import PolicyState
+from trainer_plugin.signals import Signals
+
+# Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
+HEALED_STEPS = 20
+NO_UPDATES_STEPS = 10  # Updates withheld in a row after which waiting for a better batch is no remedy.
+TAIL_STEPS = 10  # Two outliers of the gradient norm within so many steps are no chance.
+
+
+class Policy:
+    """The ladder of R9 with its budgets; `sustained_steps` is the detectors' own."""
+
+    def __init__(
+        self,
+        *,
+        mode: Mode,
+        actions: ActionsConfig,
+        budget: BudgetConfig,
+        sustained_steps: int,
+        state: PolicyState | None = None,
+    ) -> None:
+        self.mode = mode
+        self.state = state or PolicyState()
+        self._actions = actions
+        self._budget = budget
+        self._sustained_steps = sustained_steps
+        self._slow_since: float | None = None
+        self._surged = False
+        self._out_of_band = False
+        self._tail_step: int | None = None
+        self._weights_finite = True
+        self._readings: Readings | None = None
+
+    @property
+    def open_incident(self) -> Incident | None:
+        """The incident that is not healed yet, if any."""
+        return self.state.open_incident
+
+    def restarted(self, steps_total: int, *, anew: bool) -> None:
+        """The job has started again, or `anew` from step 0: earlier alerts are over, other weights had other faults."""
+        self.state.undone_until = steps_total
+        self.state.budget_spent_step = self.state.stopped_step = None
+        if anew:
+            self.state.rollbacks = []
+            if self.open_incident is not None:
+                self.state.incidents = self.state.incidents[:-1]
+
+    def observe(
+        self, signals: Signals, readings: Readings, verdicts: list[Verdict], *, weights_finite: bool, steps_total: int
+    ) -> list[Incident]:
+        """Take in one step; return the incidents that opened or healed by it."""
+        self._readings, self._weights_finite, self._surged = readings, weights_finite, signals.surge
+        acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
+        if readings.hard_batches:
+            acting = [verdict for verdict in acting if verdict.detector != "robust"]
+        back_steps = HEALED_STEPS if readings.hard_batches else 0
+        changed = []
+        incident = self.open_incident
+        # What was withheld has its remedy already.
+        banded = any(verdict.detector in ("robust", "ema_ratio") for verdict in acting)
+        self._out_of_band = (self._out_of_band and incident is not None) or (banded and signals.withheld != "spike")
+        if acting and incident is None and not self._lone_tail(acting, signals.step):
+            incident = self.state.open(min(verdict.first_step for verdict in acting), signals.step, steps_total)
+            changed.append(incident)
+        if incident is None:
+            return changed
+        incident.surge(readings.layer_ratios)
+        for verdict in acting:
+            incident.add(verdict, readings.grad_norm_ema_ratio)
+        if readings.loss_unrecovered_steps >= HEALED_STEPS:
+            incident.lasts()
+        if signals.surge or signals.withheld == "spike":
+            incident.done_in_step(signals, steps_total, outcome="done" if self.mode == "auto" else "observed")
+        # A step that was withheld is no good one, but neither does it undo those before it: it reached nothing.
+        bad = any(verdict.detector != "nonfinite" for verdict in acting)
+        if bad or readings.loss_unrecovered_steps > back_steps:
+            incident.good_steps = 0
+        elif not acting and signals.withheld in (None, "amp_overflow") and signals.step > incident.first_step:
+            incident.good_steps += 1
+        if incident.good_steps >= HEALED_STEPS:
+            incident.healed, incident.healed_step = True, signals.step
+            self._slow_since = self.state.budget_spent_step = None
+            changed.append(incident)
+        return changed
+
+    def _lone_tail(self, acting: list[Verdict], step: int) -> bool:
+        """Whether all there is is one gradient norm in the far tail, as every healthy run has some."""
+        alone = all((verdict.detector, verdict.signal) == ("robust", "grad_norm") for verdict in acting)
+        before, self._tail_step = self._tail_step, step
+        return alone and not (before is not None and 0 < step - before <= TAIL_STEPS)
+
+    def decide(self, moment: Moment, commands: list[Command]) -> tuple[Decision | None, list[Refusal]]:
+        """What to do at this boundary: the oldest command that may be obeyed, else what the job itself would do."""
+        refusals: list[Refusal] = []
+        decision: Decision | None = None
+        for command in commands:
+            # Before the first reading after a start or a rollback such an alert cannot be held against one: it waits.
+            ready = command.alert not in OWN_SIGNALS or self._readings is not None
+            answer = self._answer(command, moment) if decision is None and ready else None
+            if isinstance(answer, Refusal):
+                refusals.append(answer)
+            elif answer is not None:
+                decision = answer
+        if decision is None:
+            wish = self._wish(moment)
+            if isinstance(wish, Refusal):
+                refusals.append(wish)
+            else:
+                decision = wish
+        if self.open_incident is not None and any(refusal.outcome == "refused_budget" for refusal in refusals):
+            self.state.budget_spent_step = moment.step
+        return decision, refusals
+
+    def record(self, decision: Decision, moment: Moment, outcome: str, *, detail: str, to_step: int | None) -> Remedy:
+        """Keep what came of a decision; `to_step` where a rollback went."""
+        remedy = Remedy(
+            action=decision.action,
+            step=moment.step,
+            steps_total=moment.steps_total,
+            source=decision.source,
+            outcome=outcome,
+            alert=decision.command.alert if decision.command else None,
+            command=decision.command.id if decision.command else None,
+            detail=detail,
+        )
+        decision.incident.remedies.append(remedy)
+        if to_step is not None:
+            self.state.rollbacks.append(
+                Rollback(
+                    at=moment.now,
+                    at_step=moment.step,
+                    at_steps_total=moment.steps_total,
+                    to_step=to_step,
+                    nearest_step=moment.target_step,
+                    incident=decision.incident.id,
+                )
+            )
+            decision.incident.good_steps = 0
+            self.state.budget_spent_step = None
+            # What was read of the steps now undone must not ask for a second rollback before new values arrive.
+            self._slow_since, self._readings = None, None
+        return remedy
+
+    def _answer(self, command: Command, moment: Moment) -> Decision | Refusal:
+        """Obey a command, or say why not."""
+
+        def refuse(outcome: str, detail: str) -> Refusal:
+            return Refusal(
+                action=command.action, source=command.source, outcome=outcome, detail=detail, command=command
+            )
+
+        if self.mode == "observe":
+            return refuse("observed", "mode is observe")
+        incident, action = self.open_incident, str(command.action)
+        if command.source == "alert":
+            known = Known(
+                moment=moment,
+                rollbacks=self.state.rollbacks,
+                undone_until=self.state.undone_until,
+                incident=incident,
+                readings=self._readings,
+                weights_finite=self._weights_finite,
+            )
+            handled = already_over(command, known)
+            if handled is not None:
+                return refuse(*handled)
+            if self._cooling(command.action, moment):
+                return refuse("refused_cooldown", f"the last {command.action} has not had its time yet")
+            action = rollback_kind(incident, self._readings, self._actions) if action == "rollback" else action
+        if "rollback" in action:
+            refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
+            if refused:
+                return refuse("refused_budget", refused)
+        if incident is None and command.action == "note":
+            # Evidence for an incident to come is none itself: it must hold no checkpoint back.
+            incident = Incident(id=0, first_step=moment.step, detected_step=moment.step, last_step=moment.step)
+        elif incident is None:
+            incident = self.state.open(command.step or moment.step, moment.step, moment.steps_total)
+            incident.evidence.append(
+                f"step {moment.step}: {command.alert or command.source} asked for {command.action}"
+            )
+        return self._decision(action, command.source, command.reason, incident=incident, moment=moment, command=command)
+
+    def _wish(self, moment: Moment) -> Decision | Refusal | None:
+        """What the job would do by itself, in the order of the table above."""
+        incident, readings = self.open_incident, self._readings
+        if incident is None or readings is None:
+            return None
+        if not self._weights_finite:
+            wish = self._local("rollback", "weights are not finite", incident, moment)
+            # R9: nothing is left to train on, and no way back.
+            return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
+        if self._surged and not incident.tried("lower_lr") and not self._cooling("lower_lr", moment):
+            return self._local("lower_lr", "gradient surge", incident, moment)
+        slow = self._slow(incident, readings, moment)
+        if slow is not None:
+            return self._local(*slow, incident, moment)
+        remedied = {remedy.action for remedy in incident.remedies} - {"note", "skip_batch"}
+        if self._out_of_band and not remedied and self._actions.clip_max_norm is not None:
+            return self._local("clip", "out of the robust band", incident, moment)
+        return None
+
+    def _slow(self, incident: Incident, readings: Readings, moment: Moment) -> tuple[str, str] | None:
+        """What to do and why, where the alert comes first and has had its time."""
+        if readings.loss_unrecovered_steps >= self._sustained_steps:
+            action = rollback_kind(incident, readings, self._actions)
+            reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
+        elif readings.withheld_steps >= NO_UPDATES_STEPS:
+            action, reason = "rollback", f"{readings.withheld_steps} updates withheld in a row"
+        elif readings.amp_scale_collapsed and not incident.tried("lower_lr"):
+            action, reason = "lower_lr", "AMP loss scale collapsed"
+        elif (sign := incident.lr_sign) and not incident.tried("lower_lr"):
+            action, reason = "lower_lr", sign
+        else:
+            self._slow_since = None
+            return None
+        if self._cooling(action, moment):
+            return None
+        if self._slow_since is None or moment.now < self._slow_since:  # A clock that was set back begins anew.
+            self._slow_since = moment.now
+        waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
+        return (action, reason) if waited or not moment.loop_up or self.mode != "auto" else None
+
+    def _cooling(self, action: str, moment: Moment) -> bool:
+        return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps)
+
+    def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
+        """The job's own wish, unless this incident has had its answer already."""
+        tried = incident.tried(action)
+        final = [remedy for remedy in tried if remedy.outcome in ("observed", "refused_budget", "no_target")]
+        failures = [remedy.steps_total for remedy in tried if remedy.outcome == "failed"]
+        if final or (failures and moment.steps_total - failures[-1] < self._budget.cooldown_steps):
+            return None
+        outcome = detail = ""
+        if self.mode != "auto":
+            outcome, detail = "observed", f"{reason}; mode is {self.mode}"
+        elif "rollback" in action:
+            detail = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
+            outcome = "refused_budget" if detail else ""
+        if outcome:
+            remedy = Remedy(
+                action=action, step=moment.step, steps_total=moment.steps_total, source="local",
+                outcome=outcome, detail=detail,
+            )  # fmt: skip
+            incident.remedies.append(remedy)
+            return Refusal(action=action, source="local", outcome=outcome, detail=detail)
+        return self._decision(action, "local", reason, incident=incident, moment=moment)
+
+    def _decision(
+        self,
+        action: str,
+        source: str,
+        reason: str,
+        *,
+        incident: Incident,
+        moment: Moment,
+        command: Command | None = None,
+    ) -> Decision:
+        again = self._in_vain(incident, moment) if action == "rollback" else []
+        partial, most = action == "partial_rollback", self._actions.partial_layers
+        return Decision(
+            action=action,
+            source=source,
+            reason=reason,
+            incident=incident,
+            command=command,
+            # R11: back to the same place means that the last target was not good enough, nor the window.
+            before_step=min([incident.before_step, *(rollback.to_step for rollback in again)]),
+            widen=2 ** len(again),
+            layers=partial_layers(incident, self._readings, most, command) if partial else (),
+        )
+
+    def _in_vain(self, incident: Incident | None, moment: Moment) -> list[Rollback]:
+        return in_vain(self.state.rollbacks, incident.id if incident else 0, moment.target_step, moment.now)

@@ -1,0 +1,1 @@
+"""What an incident began with, kept for whoever looks for its cause."""

@@ -1,0 +1,1 @@
+"""One step as it is measured and shielded, before the optimizer; no policy in here."""
