@@ -109,8 +109,8 @@ class _RunJudge:
         """Judge one row, and let the policy see it if there is anything to see."""
         if self._first_step is None:
             self._first_step = self._last_step = row.step
-        self._steps_total += max(row.step - self._last_step, 1)  # Steps that come again were run again.
-        self._last_step = row.step
+        ahead_steps, self._last_step = row.step - self._last_step, row.step
+        self._steps_total += ahead_steps if ahead_steps > 1 else 1  # Steps that come again were run again.
         signals = _signals(row)
         verdicts = self._monitor.judge(signals)
         self._judged.steps_judged += self._monitor.warm

@@ -63,13 +63,14 @@ class Continuity:
         self._values += 1
         if self._values >= _LR_VALUES:
             self._values, self._low_before, self._low = 0, self._low, math.inf
-        rate = max(learning_rates)
+        rate = learning_rates[0] if len(learning_rates) == 1 else max(learning_rates)
         if rate <= 0.0:
             return False
         if rate > _LR_JUMP_RATIO * min(self._low, self._low_before):
             self._low = self._low_before = rate  # It has been told; what is told next is the next rise.
             return True
-        self._low = min(self._low, rate)
+        if rate < self._low:
+            self._low = rate
         return False
 
     def state_dict(self) -> dict[str, Any]:

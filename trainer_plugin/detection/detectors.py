@@ -115,7 +115,7 @@ class EmaRatio:
         limit = self._threshold * baseline if baseline is not None and baseline > 0.0 else math.inf
         if learn and not self._textbook:
             # Also in warm-up, where nothing is judged: one wild value must not blind the average for long.
-            taken = min(limit, value)
+            taken = value if value < limit else limit
             self.ema = taken if baseline is None else alpha * baseline + (1.0 - alpha) * taken
         if value > limit and baseline is not None and step - self._first_step >= self._warmup_steps:
             return Verdict(

@@ -31,17 +31,21 @@ class Level:
         self._step = self._looked = self._near = 0
         self._seen = -LOOK_VALUES
 
-    def update(
-        self, step: int, value: float, *, center: float, least_rise: float, learn: bool, judge: bool
-    ) -> Verdict | None:
-        """Take in a step and the center after it; a verdict must be above the low by `least_rise` besides."""
+    def looks(self, step: int) -> bool:
+        """Take in a step; whether it is one that `update` is to be asked about."""
         if step < self._step:
             self._go_back(step)
         self._step = step
         self._seen += 1
         if self._seen < LOOK_VALUES:
-            return None
+            return False
         self._seen = 0
+        return True
+
+    def update(
+        self, step: int, value: float, *, center: float, least_rise: float, learn: bool, judge: bool
+    ) -> Verdict | None:
+        """Take in the center after a step; a verdict must be above the low by `least_rise` besides."""
         before, self._looked = self._looked, step
         low = self._lows[-1][1] if self._lows else center
         if low <= 0.0 or center <= 0.0:

@@ -24,6 +24,7 @@ _LEAST_LEVEL_VALUES = 50
 _LEVEL_SCORE = 4.0
 # A spike that goes on is not one bad batch: to withhold it for ever would be no training at all.
 _MOST_SPIKES_IN_A_ROW = 3
+_NOTHING_SAID = (None,) * 8
 
 
 class Monitor:
@@ -37,8 +38,7 @@ class Monitor:
         }
     )  # fmt: skip
 
-    # Half of the least score that is a verdict: well inside the band again.
-    _BACK_RATIO = 0.5
+    _BACK_RATIO = 0.5  # Half of the least score that is a verdict: well inside the band again.
 
     def __init__(self, config: DetectionConfig) -> None:
         self._config = config
@@ -77,8 +77,7 @@ class Monitor:
             "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level,
             "oscillation": self._oscillation, "continuity": self._continuity, "hard_batches": self._hard_batches,
             "recovery": self._recovery,
-            "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale,
-            "nonfinite": self._nonfinite,
+            "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale, "nonfinite": self._nonfinite,
             "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
@@ -153,7 +152,8 @@ class Monitor:
         learn = settled and left is None and norm_verdict is None
         loss_high = self._loss_ema.update(step, loss, learn=learn)
         norm_high = self._grad_norm_ema.update(step, grad_norm, learn=learn)
-        self._layers.update(signals.layer_grad_norms, learn=learn)
+        if signals.layer_grad_norms or self._layers.ratios:
+            self._layers.update(signals.layer_grad_norms, learn=learn)
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
         if signals.withheld == "spike":
@@ -161,7 +161,8 @@ class Monitor:
         elif loss_verdict is None and math.isfinite(loss):
             self._spikes_in_a_row = 0
         said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
-        verdicts.extend([verdict for verdict in said if verdict is not None])
+        if said != _NOTHING_SAID:
+            verdicts.extend([verdict for verdict in said if verdict is not None])
         return verdicts
 
     def readings(self) -> Readings:
@@ -207,7 +208,7 @@ class Monitor:
     ) -> tuple[Verdict | None, Verdict | None, Verdict | None]:
         """What the robust detector, drift or level, and the oscillation detector say; drift of calm times only."""
         robust = self._loss_robust
-        center, tail_ratio = robust.reference, robust.tail_ratio
+        center, tail_ratio = robust.reference, robust.tail.ratio
         spike = robust.update(step, loss, learn=learn)
         score, patient, drift, oscillation = robust.last_score, robust.widened, None, None
         if robust.warm and not patient:
@@ -218,7 +219,7 @@ class Monitor:
             drift = self._drift.update(step, loss, score=score, center=center, tail_ratio=tail_ratio)
         else:
             self._drift.reset()
-        if learn and drift is None and spike is None:
+        if learn and drift is None and spike is None and self._loss_level.looks(step):
             drift = self._loss_level.update(
                 step, loss, center=robust.center, least_rise=_LEVEL_SCORE * robust.scale,
                 learn=not robust.dropped, judge=judge and not patient,
@@ -230,7 +231,7 @@ class Monitor:
     def _judge_norm_level(self, step: int, grad_norm: float) -> Verdict | None:
         """Only from the end of warm-up on: until then a gradient may well begin near zero."""
         robust = self._grad_norm_robust
-        if not robust.warm:
+        if not robust.warm or not self._grad_norm_level.looks(step):
             return None
         verdict = self._grad_norm_level.update(
             step, grad_norm, center=robust.center, least_rise=0.0, learn=not robust.dropped, judge=not robust.widened

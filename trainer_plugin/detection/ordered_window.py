@@ -13,12 +13,13 @@ _TENTHS = 2.563
 class OrderedWindow:
     """The newest `size` numbers; `ordered` holds the same ones, smallest first, and is not to be changed."""
 
-    __slots__ = ("_newest", "ordered", "size")
+    __slots__ = ("_newest", "_ranks", "ordered", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.ordered: list[float] = []
         self._newest: deque[float] = deque()
+        self._ranks = _ranks(size)
 
     def add(self, value: float) -> None:
         """Take a finite number in; the oldest leaves a full window."""
@@ -30,11 +31,14 @@ class OrderedWindow:
 
     def deviations(self) -> tuple[float, float]:
         """The standard deviation of normal noise that reaches as far, by quartiles and by outer tenths; 0 if empty."""
-        ordered, count = self.ordered, len(self.ordered)
-        if not count:
+        ordered = self.ordered
+        if not ordered:
             return 0.0, 0.0
-        quarters = (ordered[3 * count // 4] - ordered[count // 4]) / _QUARTERS
-        return quarters, (ordered[9 * count // 10] - ordered[count // 10]) / _TENTHS
+        tenth, quarter, last_quarter, last_tenth = self._ranks if len(ordered) == self.size else _ranks(len(ordered))
+        return (
+            (ordered[last_quarter] - ordered[quarter]) / _QUARTERS,
+            (ordered[last_tenth] - ordered[tenth]) / _TENTHS,
+        )
 
     @property
     def values(self) -> list[float]:
@@ -46,3 +50,8 @@ class OrderedWindow:
         self._newest.clear()
         self._newest.extend(values)
         self.ordered[:] = sorted(self._newest)
+
+
+def _ranks(count: int) -> tuple[int, int, int, int]:
+    """Where in so many ordered numbers the first tenth, the quartiles and the last tenth begin."""
+    return count // 10, count // 4, 3 * count // 4, 9 * count // 10

@@ -68,10 +68,13 @@ class HighSteps:
 
     def __init__(self, levels: Iterable[float]) -> None:
         self.counts = dict.fromkeys(levels, 0)
+        self._lowest = min(self.counts)
 
     def update(self, ratio: float) -> None:
         """Count one step."""
-        counts = self.counts
+        counts, lowest = self.counts, self._lowest
+        if not (ratio > lowest or counts[lowest]):
+            return
         for level, count in counts.items():
             # A value that is not finite is certainly not a good one: it goes on with a run, but begins none.
             if ratio > level or (count and not math.isfinite(ratio)):

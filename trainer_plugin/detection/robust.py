@@ -67,10 +67,10 @@ class Robust:
         self._values = OrderedWindow(max(1, window // 4))
         self._residuals = OrderedWindow(window)
         self._least_values = min(20, self._values.size)
-        self._tail = Tail(8 * window)
+        self.tail = Tail(8 * window)
         self._first_step: int | None = None
         self._onset: int | None = None
-        self._widened = 0
+        self.widened = 0  # Values that are left of the time that a planned change has.
         self._marks: deque[float] = deque(maxlen=_MARKS)
         # What is printed to two digits differs by a hundredth or not at all: no less is a deviation.
         self._quantum = 0.0
@@ -89,16 +89,6 @@ class Robust:
         self.shown_score = math.nan
 
     @property
-    def tail_ratio(self) -> float:
-        """How much further than a normal one the run's own tail reaches; at least 1."""
-        return self._tail.ratio
-
-    @property
-    def widened(self) -> bool:
-        """Whether a planned change is having its time."""
-        return self._widened > 0
-
-    @property
     def dropped(self) -> bool:
         """Whether the center is below a level that the run has come from."""
         return self._former is not None
@@ -106,7 +96,7 @@ class Robust:
     @property
     def reference(self) -> float:
         """The level that the next value is scored against: the center, or where it has dropped from."""
-        if not self._silent_values or self._former is None or self._former <= self._center:
+        if self._former is None or not self._silent_values or self._former <= self._center:
             return self.center
         return math.exp(self._former) if self._log else self._former
 
@@ -118,14 +108,14 @@ class Robust:
         center, former = self._center, self._former
         if former is not None and former > center and self._silent_values:
             center = former
-        edge = center + self._threshold_now * self._deviation * self._tail.ratio
+        edge = center + self._threshold_now * self._deviation * self.tail.ratio
         reference = self.reference
         least = reference + self._least_rise * abs(reference)
         return max(math.exp(min(edge, 700.0)) if self._log else edge, least)
 
     @property
     def _threshold_now(self) -> float:
-        return self._threshold * (_WIDENED if self._widened else 1.0)
+        return self._threshold * (_WIDENED if self.widened else 1.0)
 
     def update(self, step: int, value: float, *, learn: bool = True) -> Verdict | None:
         """Judge the value of one step, then take it in unless it is an outlier (or not to be learnt from)."""
@@ -139,31 +129,28 @@ class Robust:
         if former is not None and former > center and self._silent_values:
             center = former
         raw = (scaled - center) / deviation if deviation > 0.0 else math.nan
-        tail = self._tail
-        self.last_score = score = raw / tail.ratio
+        tail = self.tail
+        self.last_score = self.shown_score = score = raw / tail.ratio
         verdict = None
-        if score > self.ONSET_SCORE and self.warm:
-            verdict = self._judge(step, value, score)
+        if score > self.ONSET_SCORE:
+            if self.warm:
+                verdict = self._judge(step, value, score)
+            if verdict is None and score > self._threshold:
+                self.shown_score = self._threshold
         else:
             self._onset = None
-        self.shown_score = score if verdict is not None else min(score, self._threshold)
         if not learn or verdict is not None:
             tail.update(None)
         else:
-            tail.update(raw if len(self._residuals.ordered) >= self._least_values else None)
+            tail.update(raw if self.warm or len(self._residuals.ordered) >= self._least_values else None)
             self._take_in(scaled)
         self.scale = self._deviation * tail.ratio
         if not self.warm:
             self.warm = self._is_warm(step)
-        if self._widened:
-            self._widened -= 1
+        if self.widened:
+            self.widened -= 1
         if former is not None:
-            self._silent_values = max(0, self._silent_values - 1)
-            self._former_values -= 1
-            if self._former_values <= 0:
-                self._former = None
-            elif verdict is not None and self._is_back(scaled, former):
-                self._go_on_from(former)
+            self._come_back(former, scaled if verdict is not None else -math.inf)
         return verdict
 
     def _is_warm(self, step: int) -> bool:
@@ -172,6 +159,15 @@ class Robust:
         if step - self._first_step + 1 < self._warmup_steps:
             return step >= self._warmup_steps and len(self._residuals.ordered) == self._residuals.size
         return len(self._values.ordered) >= self._least_values
+
+    def _come_back(self, former: float, outlier: float) -> None:
+        """Count the values since a drop, and go on from where it was if an outlier is back there."""
+        self._silent_values = max(0, self._silent_values - 1)
+        self._former_values -= 1
+        if self._former_values <= 0:
+            self._former = None
+        elif self._is_back(outlier, former):
+            self._go_on_from(former)
 
     def _is_back(self, scaled: float, former: float) -> bool:
         """Whether an outlier is the way back up to where the run came from, and not only higher than it was."""
@@ -188,21 +184,26 @@ class Robust:
         )
 
     def _take_in(self, scaled: float) -> None:
-        ordered = self._values.ordered
+        ordered, residuals = self._values.ordered, self._residuals
         if ordered:
-            self._residuals.add(scaled - self._center)
+            residuals.add(scaled - self._center)
         self._values.add(scaled)
-        half = len(ordered) // 2
-        self._center = center = ordered[half] if len(ordered) % 2 else ordered[half - 1] / 2.0 + ordered[half] / 2.0
-        quarters, tenths = self._residuals.deviations()
+        count = len(ordered)
+        half = count // 2
+        self._center = center = ordered[half] if count % 2 else ordered[half - 1] / 2.0 + ordered[half] / 2.0
+        quarters, tenths = residuals.deviations()
         if self._log:
             self.center, least = math.exp(center), _LEAST_SCALE_RATIO
         else:
-            self.center, least = center, max(_LEAST_SCALE_RATIO * abs(center), self._quantum)
-        self._deviation = max(least, quarters, tenths)
+            self.center, least = center, _LEAST_SCALE_RATIO * abs(center)
+            if least < self._quantum:
+                least = self._quantum
+        if quarters < least:
+            quarters = least
+        self._deviation = quarters if quarters > tenths else tenths
         self._unmarked += 1
         if self._unmarked >= _MARK_VALUES:
-            self._mark(center, max(least, quarters))
+            self._mark(center, quarters)
         if self._former is not None and center > self._former - self._deviation:
             self._former = None
         if center < self._drop_below and self.warm and (self._former is None or not self._silent_values):
@@ -219,7 +220,7 @@ class Robust:
         if len(marks) == _MARKS:
             former = max(list(marks)[_MARKS // 2 :])
             fell = max(list(marks)[: _MARKS // 2]) - former
-            self._drop_below = former - max(_DROP_SCORE * deviation * self._tail.ratio, 2.0 * fell)
+            self._drop_below = former - max(_DROP_SCORE * deviation * self.tail.ratio, 2.0 * fell)
 
     def _keep(self, former: float, silent_windows: int, known_windows: int) -> None:
         self._former = former
@@ -235,7 +236,7 @@ class Robust:
         """Forget the level: it has changed for good. The next values are the new one."""
         self._values.fill(())
         self._residuals.fill(())
-        self._tail.forget_newest()
+        self.tail.forget_newest()
         self._forget_drop()
         self._onset = None
         self.warm = False
@@ -246,7 +247,7 @@ class Robust:
 
     def widen(self, values: int) -> None:
         """Be twice as patient with the next `values`: what comes was planned."""
-        self._widened = values
+        self.widened = values
 
     def hold(self, center: float, value: float) -> None:
         """Judge by this level, and go on from it: that now has followed what went wrong, up to `value`.
@@ -268,10 +269,10 @@ class Robust:
         return {
             "values": self._values.values,
             "residuals": self._residuals.values,
-            "tail": self._tail.state_dict(),
+            "tail": self.tail.state_dict(),
             "first_step": self._first_step,
             "onset": self._onset,
-            "widened": self._widened,
+            "widened": self.widened,
             "warm": self.warm,
             "marks": [*self._marks],
             "unmarked": self._unmarked,
@@ -286,8 +287,8 @@ class Robust:
         """Go back to a state."""
         self._values.fill(state["values"])
         self._residuals.fill(state["residuals"])
-        self._tail.load_state_dict(state["tail"])
-        self._first_step, self._onset, self._widened = state["first_step"], state["onset"], state["widened"]
+        self.tail.load_state_dict(state["tail"])
+        self._first_step, self._onset, self.widened = state["first_step"], state["onset"], state["widened"]
         self._marks.clear()
         self._marks.extend(state["marks"])
         self._unmarked, self._former, self._quantum = state["unmarked"], state["former"], state["quantum"]
@@ -296,4 +297,4 @@ class Robust:
         self.warm = state["warm"]
         self._center, self._deviation = (math.nan if one is None else one for one in state["level"])
         self.center = math.exp(self._center) if self._log else self._center
-        self.scale = self._deviation * self._tail.ratio
+        self.scale = self._deviation * self.tail.ratio
