@@ -17,6 +17,8 @@ from trainer_plugin.checkpoints.rng import set_rng_state
 from trainer_plugin.checkpoints.tensor_files import read_tensors
 from trainer_plugin.config import Config, read_config
 from trainer_plugin.scenes import scene
+from trainer_plugin.scenes.overview import read_overview
+from trainer_plugin.scenes.step_log import read_steps
 
 
 def scenes(job) -> list:
@@ -146,6 +148,25 @@ def test_layers_go_back_by_a_persons_command(make_guard):
     job.run(60)
     assert page.value("train_incident_open") == 0.0
     assert all(math.isfinite(weight.sum()) for weight in job.weights())
+
+
+def test_every_step_of_late_is_on_disk_also_after_the_run_has_gone_back(make_guard):
+    """The recorder's lines and the overview tell of the bad step, of its undoing, and of the steps that came again."""
+    job = make_guard(adamw_job(seed=3, dropout=0.2), checkpoints={"every": 5}, detection={"sustained_steps": 5})
+    job.run(20)
+    job.step(spoil_weights)
+    job.run(24)
+    folder = job.guard._parts.folder.path
+    job.guard.close()
+    lines, stretches = read_steps(folder), read_overview(folder)
+    assert [line.steps_total for line in lines] == list(range(1, lines[-1].steps_total + 1))
+    assert lines[0].branch < lines[-1].branch
+    assert any("nonfinite" in verdict for line in lines for verdict in line.verdicts)
+    assert set(lines[5].layer_grad_norms) == {"0", "3"}
+    assert [line.position for line in lines[:5]] == [0, 1, 2, 3, 4]
+    assert len({line.rng for line in lines[:5]}) == 5
+    assert stretches[-1].steps_total == lines[-1].steps_total
+    assert {one.branch for one in stretches} == {line.branch for line in lines}
 
 
 def test_the_options_in_effect_lie_in_the_run_folder(make_guard, tmp_path):

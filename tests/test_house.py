@@ -36,8 +36,9 @@ ORDER = (
     "checkpoints.rng", "checkpoints.proof", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
     "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.store",
     # What sees both rows.
-    "stop_signals", "scenes.recorder", "history", "scenes.store", "actions", "config", "metrics", "endpoint",
-    "step.reader", "run_folder", "control_loop", "journal", "errors", "parts", "boundary", "guard", "__init__",
+    "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "scenes.overview", "actions",
+    "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "journal", "errors", "parts",
+    "boundary", "guard", "__init__",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("step.row")]
 TORCH_ROW = ORDER[ORDER.index("step.row") : ORDER.index("history")]

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.detection.readings import Readings
 from trainer_plugin.metrics import Standing
 from trainer_plugin.parts import Parts
 from trainer_plugin.policy.decisions import Moment
@@ -79,6 +81,7 @@ class Boundary:
                 parts.schedule.take_back()
             parts.recorder.add(signals)
             readings, verdicts = parts.monitor.update(signals)
+            parts.errors.attempt(partial(self._record, signals, readings, verdicts), moment, step=signals.step)
             weights_finite = True
             if any(verdict.detector == "nonfinite" for verdict in verdicts):
                 weights_finite = self._inspect(signals.step, first=readings.withheld_steps <= 1)
@@ -98,6 +101,21 @@ class Boundary:
                 parts.page.add("train_actions_total", 1.0, "skip_batch", "local", "done")
             if self._on_signals is not None:
                 parts.errors.attempt(self._on_signals, signals, step=signals.step)
+
+    def _record(self, signals: Signals, readings: Readings, verdicts: list[Verdict], moment: Moment) -> None:
+        """Keep on disk what a step has shown."""
+        parts, history = self._parts, self._parts.history
+        parts.overview.add(signals, steps_total=history.steps_total, branch=history.branch)
+        parts.step_log.add(
+            signals,
+            readings,
+            verdicts,
+            parts.recorder.start_of(signals.step),
+            steps_total=history.steps_total,
+            branch=history.branch,
+            now=moment.now,
+            lr_factor=parts.learning_rate.factor,
+        )
 
     def _act(self, moment: Moment) -> None:
         """Obey, else save: a boundary that has just gone back must not save too."""

@@ -58,8 +58,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     actions: ActionsConfig = ActionsConfig()
     budget: BudgetConfig = BudgetConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
+    recorder_steps: int = 2000
 
     def __post_init__(self) -> None:
+        if self.recorder_steps < 0:
+            raise ValueError(f"`recorder_steps` must be at least 0, found {self.recorder_steps}")
         if self.run == "targets":
             raise ValueError("`run` must not be 'targets': that folder is for Prometheus")
         if not valid_run_name(self.run):

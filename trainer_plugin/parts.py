@@ -29,7 +29,9 @@ from trainer_plugin.journal import Journal
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.policy.ladder import Policy
 from trainer_plugin.run_folder import JobFolder, RunState
+from trainer_plugin.scenes.overview import Overview
 from trainer_plugin.scenes.recorder import Recorder
+from trainer_plugin.scenes.step_log import StepLog
 from trainer_plugin.scenes.store import Scenes
 from trainer_plugin.schedule import Schedule
 from trainer_plugin.step.layer_signals import LayerSignals
@@ -186,6 +188,8 @@ class Parts:
         """What keeps the evidence."""
         keep = self.config.checkpoints.scenes
         self.recorder = Recorder(starts=keep > 0)
+        self.step_log = StepLog(self.folder.path, steps=self.config.recorder_steps, write=self.loop.write)
+        self.overview = Overview(self.folder.path, write=self.loop.write)
         self.scenes = Scenes(
             self.folder.path,
             keep=keep,
@@ -205,6 +209,7 @@ class Parts:
             undo.callback(self.folder.lock.release)
             undo.callback(self.loop.stop)
             undo.callback(self.save_state)
+            undo.callback(self.overview.save)
             undo.callback(self.endpoint.close)
             undo.callback(self.learning_rate.remove)
             undo.callback(self.reader.remove)

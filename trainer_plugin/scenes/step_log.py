@@ -1,0 +1,182 @@
+"""The flight recorder on disk: every step of late as a line of JSON, readable after a kill -9.
+
+`<runs>/<run>/recorder.0.jsonl` and `recorder.1.jsonl` are filled in turn: when one is full the other begins anew, so
+that together they hold at least the last `steps` steps, and at most twice as many. The lines are written in the
+background, a tenth of a second late at most; a killed job loses no line that was handed over, a dead host may.
+"""
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from trainer_plugin.detection.detectors import Verdict
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.scenes.recorder import Start
+from trainer_plugin.signals import Signals
+
+SCHEMA = 1
+NAMES = ("recorder.0.jsonl", "recorder.1.jsonl")
+# A step may have thousands of samples; whoever looks for more has its positions.
+_MOST_IDS = 64
+_MOST_LINE_BYTES = 1 << 20
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step. A number that is not finite is null, and its name is in `nonfinite`; times are Unix seconds.
+
+    `loss_center` and `loss_scale` are the robust detector's after the step, `verdicts` are "detector signal",
+    `rng` is the CRC-32 of torch's random state with which the step's first batch went into the forward pass: two runs
+    of one step have the same, or drew different numbers.
+    """
+
+    step: int
+    steps_total: int
+    branch: int
+    time: float
+    loss: float | None
+    grad_norm: float | None
+    loss_center: float | None = None
+    loss_scale: float | None = None
+    clip_coefficient: float = 1.0
+    surge: bool = False
+    withheld: str | None = None
+    amp_loss_scale: float | None = None
+    learning_rates: tuple[float, ...] = ()
+    lr_factor: float = 1.0
+    step_seconds: float | None = None
+    data_wait_seconds: float | None = None
+    position: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    rng: int | None = None
+    verdicts: tuple[str, ...] = ()
+    layer_grad_norms: Mapping[str, float | None] = {}
+    nonfinite: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+
+class StepLog:
+    """The writer. `write` hands some work to a thread, in order; while that hangs, only the newest steps are kept."""
+
+    def __init__(self, folder: Path, *, steps: int, write: Callable[[Callable[[], None]], None]) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._write = write
+        self._waiting: deque[tuple[StepLine, Any, Any]] = deque(maxlen=max(steps, 1))
+        self._asked = False
+        # Which file is being filled, and how many lines it has; found out by the writer.
+        self._number = -1
+        self._lines = 0
+
+    def add(
+        self,
+        signals: Signals,
+        readings: Readings,
+        verdicts: list[Verdict],
+        start: Start,
+        *,
+        steps_total: int,
+        branch: int,
+        now: float,
+        lr_factor: float,
+    ) -> None:
+        """Take in a step; nothing is written here."""
+        if not self._steps:
+            return
+        line = StepLine(
+            step=signals.step,
+            steps_total=steps_total,
+            branch=branch,
+            time=now,
+            loss=_number(signals.loss),
+            grad_norm=_number(signals.grad_norm),
+            loss_center=_number(readings.loss_robust_center),
+            loss_scale=_number(readings.loss_robust_scale),
+            clip_coefficient=signals.clip_coefficient,
+            surge=signals.surge,
+            withheld=signals.withheld,
+            amp_loss_scale=_number(signals.amp_loss_scale),
+            learning_rates=signals.learning_rates,
+            lr_factor=lr_factor,
+            step_seconds=_number(signals.step_seconds),
+            data_wait_seconds=_number(signals.data_wait_seconds),
+            position=signals.data_position,
+            sample_ids=signals.sample_ids[:_MOST_IDS],
+            verdicts=tuple(f"{verdict.detector} {verdict.signal}" for verdict in verdicts),
+        )
+        self._waiting.append((line, signals, start.rng[0].get("torch") if start.rng else None))
+        if not self._asked:
+            self._asked = True
+            self._write(self._flush)
+
+    def _flush(self) -> None:
+        """In the writer's thread: add what waits."""
+        self._asked = False
+        if self._number < 0:
+            self._number, self._lines = self._newest()
+        while self._waiting:
+            if self._lines >= self._steps:
+                self._number, self._lines = 1 - self._number, 0
+                (self._folder / NAMES[self._number]).unlink(missing_ok=True)
+            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._steps - self._lines))]
+            self._lines += len(taken)
+            with (self._folder / NAMES[self._number]).open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(_whole(*one)) + b"\n" for one in taken))
+
+    def _newest(self) -> tuple[int, int]:
+        """The file that was being filled last, and its lines; one that a killed job left half is ended."""
+        last = [max((line.steps_total for line in _read(self._folder / name)), default=-1) for name in NAMES]
+        number = last.index(max(last))
+        path = self._folder / NAMES[number]
+        if not path.exists():
+            return number, 0
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            with path.open("ab") as file:
+                file.write(b"\n")
+        return number, content.count(b"\n") + 1
+
+
+def read_steps(run_folder: Path) -> list[StepLine]:
+    """The steps that a run's recorder holds, in the order in which they were run; lines that are damaged are left out.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    lines = [line for name in NAMES for line in _read(run_folder / name)]
+    return sorted(lines, key=lambda line: line.steps_total)
+
+
+def _read(path: Path) -> list[StepLine]:
+    lines: list[StepLine] = []
+    if not path.exists():
+        return lines
+    for line in path.read_bytes().splitlines():
+        try:
+            one = msgspec.json.decode(line[:_MOST_LINE_BYTES], type=StepLine)
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        if one.schema == SCHEMA:
+            lines.append(one)
+    return lines
+
+
+def _whole(line: StepLine, signals: Signals, rng: Any) -> StepLine:  # noqa: ANN401 - a tensor, or what the loop has
+    """The line with what takes its time."""
+    norms = {layer: _number(norm) for layer, norm in signals.layer_grad_norms.items()}
+    nonfinite = tuple(
+        f"{name}={value}"
+        for name, value in (("loss", signals.loss), ("grad_norm", signals.grad_norm))
+        if value is not None and not math.isfinite(value)
+    )
+    mark = zlib.crc32(rng.numpy().tobytes()) if isinstance(rng, torch.Tensor) else None
+    return msgspec.structs.replace(line, layer_grad_norms=norms, nonfinite=nonfinite, rng=mark)
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
