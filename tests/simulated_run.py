@@ -37,7 +37,9 @@ EVENT_ALERTS = {
     ("nonfinite", "grad_norm"): "TrainNonFinite",
 }
 
-Series = Iterator[Signals | Callable[[], object]]
+# Steps, pauses in seconds, and what is done between two steps.
+Series = Iterator[Signals | float | Callable[[], object]]
+Clock = Callable[[], float]
 
 
 class SimulatedRun:
@@ -48,8 +50,9 @@ class SimulatedRun:
     and gradient norm, as a part of them.
     """
 
-    def __init__(self, runs: Path, name: str, *, steps_per_second: float = 50.0) -> None:
+    def __init__(self, runs: Path, name: str, *, steps_per_second: float = 50.0, clock: Clock = time.time) -> None:
         self.name = name
+        self._clock = clock
         self.steps_per_second = steps_per_second
         self.folder = JobFolder(runs, name)
         self.config = Config(run=name, runs=str(runs))
@@ -85,7 +88,7 @@ class SimulatedRun:
     def take(self, told: Signals) -> None:
         """One step, from its signals to the page."""
         readings, verdicts = self.monitor.update(told)
-        now = time.time()
+        now = self._clock()
         self.step, self.steps_total = told.step, self.steps_total + 1
         with self.endpoint.page.update():
             self.endpoint.metrics.show(told, readings, verdicts, now)
@@ -115,29 +118,29 @@ class SimulatedRun:
         self.monitor.load_state_dict(state)
         with self.endpoint.page.update():
             self._stand()
-        self.steps.append((time.time(), self.step, self.steps_total))
+        self.steps.append((self._clock(), self.step, self.steps_total))
 
     def die_and_start_again(self, *, port: int = 0) -> None:
         """Killed, and started again from the checkpoint: another page, its counters from 0; port 0 is another one."""
         self.go_dark()
         for alert in self.states:
-            self._note(alert, time.time(), holds=False)
+            self._note(alert, self._clock(), holds=False)
         self.step, state = self._saved
         self.monitor = Monitor(self.config.detection)
         self.monitor.load_state_dict(state)
         self._open_endpoint(port)
-        self.dark[-1][1] = time.time() + DISCOVERY_SECONDS
+        self.dark[-1][1] = self._clock() + DISCOVERY_SECONDS
 
     def go_dark(self) -> None:
         """The page does not answer any more."""
-        self.dark.append([time.time(), math.inf])
+        self.dark.append([self._clock(), math.inf])
         self.endpoint._server.close()
 
     def answer(self) -> None:
         """It answers again, on its old port."""
         self.endpoint._server = MetricsServer(self.endpoint.page, host="127.0.0.1", port=self.endpoint.port)
         assert self.endpoint._server.port == self.endpoint.port
-        self.dark[-1][1] = time.time()
+        self.dark[-1][1] = self._clock()
 
     def _open_endpoint(self, port: int = 0) -> None:
         config = replace(self.config, metrics=MetricsConfig(port=port))
@@ -159,21 +162,32 @@ class SimulatedRun:
             spans[-1][1] = now
 
 
-def play(parts: Iterable[tuple[SimulatedRun, Series]]) -> None:
-    """Step each run on its own schedule until its series ends; a callable in a series is called in its place."""
-    pause, began = threading.Event(), time.monotonic()
+def play(
+    parts: Iterable[tuple[SimulatedRun, Series]],
+    *,
+    clock: Clock = time.monotonic,
+    wait: Callable[[float], object] | None = None,
+) -> None:
+    """Step each run on its own schedule until its series ends.
+
+    In a series, a number is a pause in which the run makes no step, and a callable is called in its place.
+    """
+    wait = wait or threading.Event().wait
+    began = clock()
     due = [(began, number, run, series) for number, (run, series) in enumerate(parts)]
     heapq.heapify(due)
     while due:
         when, number, run, series = heapq.heappop(due)
-        if (early := when - time.monotonic()) > 0.0:
-            pause.wait(early)
+        if (early := when - clock()) > 0.0:
+            wait(early)
         told = next(series, None)
         if told is None:
             continue
         if isinstance(told, Signals):
             run.take(told)
             when += 1.0 / run.steps_per_second
+        elif isinstance(told, float):
+            when += told
         else:
             told()
         heapq.heappush(due, (when, number, run, series))

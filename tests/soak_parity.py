@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from parity import SCENES, Pace, compared, judged, steps, watched
+from parity import compared, judged, watched
+from parity_scenes import SCENES, Pace, steps
 from simulated_run import DISCOVERY_SECONDS, play
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]

@@ -2,34 +2,66 @@
 
 import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import parity
+import parity_scenes as scenes
 import pytest
-from simulated_run import play
+from parity_scenes import SCENES, Pace
+from simulated_run import SimulatedRun, play
 from test_loop import wait_for
 
-QUICK = parity.Pace(scrape_seconds=1.0, evaluation_seconds=1.0)
-RARE = parity.Pace(scrape_seconds=15.0, evaluation_seconds=1.0)
+ALERT_RULES = Path(__file__).resolve().parents[1] / "alert_rules"
+QUICK = Pace(scrape_seconds=1.0, evaluation_seconds=1.0)
+RARE = Pace(scrape_seconds=15.0, evaluation_seconds=1.0)
+# Rules that are off by a little: the words in training.yml, what stands there instead, and what must be said of it.
+WRONG_RULES = (
+    (
+        '{above="3"} and on (job, instance) up == 1) >= 200',
+        '{above="3"} and on (job, instance) up == 1) >= 199',
+        "one_short-50: TrainLossSpikeSustained fired, and no detector said so",
+    ),
+    (
+        "(train_steps_withheld and on (job, instance) up == 1) >= 10",
+        "(train_steps_withheld and on (job, instance) up == 1) >= 9",
+        "one_short-50: TrainNoUpdates fired, and no detector said so",
+    ),
+    (
+        "(train_loss_unrecovered_steps and on (job, instance) up == 1) >= 200",
+        "(train_loss_unrecovered_steps and on (job, instance) up == 1) >= 500",
+        "just_enough-50: TrainLossNotRecovering fired after inf s, not within 2.5 s",
+    ),
+    (
+        'increase(train_grad_norm_ema_ratio_bucket{le=~"10|10[.]0"}[1m])',
+        'increase(train_grad_norm_ema_ratio_bucket{le=~"50|50[.]0"}[1m])',
+        "events-50: TrainGradNormSurge did not fire within 2.5 s",
+    ),
+    (
+        'increase(train_nonfinite_total{where=~"loss|grad"}[1m])',
+        'increase(train_nonfinite_total{where=~"loss|grad"}[1m] offset 5s)',
+        "events-50: TrainNonFinite did not fire within 2.5 s",
+    ),
+)
 
 
 def one_step(run, pace):
     """One bad step of many between two scrapes."""
-    yield from run.calm(parity.steps(run, 2.0))
+    yield from run.calm(scenes.steps(run, 2.0))
     yield run.next(loss=1.5)
-    yield from run.calm(parity.steps(run, pace.scrape_seconds))
+    yield from run.calm(scenes.steps(run, pace.scrape_seconds))
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """Scenes under two Prometheus servers at once, one in a hurry and one not; what is wrong, and a seldom seen run."""
     parts = [
-        (parity.events, 5.0),
-        (parity.slight, 5.0),
-        (parity.sustained, 20.0),
-        (parity.interrupted, 50.0),
-        (parity.rolled_back, 50.0),
-        (parity.started_in_place, 50.0),
+        (scenes.events, 5.0),
+        (scenes.slight, 5.0),
+        (scenes.sustained, 20.0),
+        (scenes.interrupted, 50.0),
+        (scenes.rolled_back, 50.0),
+        (scenes.started_in_place, 50.0),
     ]
     folder = tmp_path_factory.mktemp("parity")
     with (
@@ -64,8 +96,110 @@ def test_r18_one_step_between_two_scrapes_is_alerted_with_the_step_of_the_evalua
     """One bad step of 750 between two scrapes fires, and says where the run was at the scrape that was evaluated."""
     assert played.rare == []
     assert list(played.seldom.events) == ["TrainLossSpike"]
-    since = played.asked - RARE.scrape_seconds - RARE.evaluation_seconds - parity.SLACK_SECONDS
+    since = played.asked - RARE.scrape_seconds - RARE.evaluation_seconds - scenes.SLACK_SECONDS
     assert played.told in [step[1:] for step in played.seldom.steps if step[0] >= since] + [played.seldom.steps[-1][1:]]
+
+
+@pytest.mark.live
+@pytest.mark.timeout(120)
+def test_rules_that_are_off_by_one_are_found(tmp_path):
+    """Real servers with rules that are one step early, blind or late: each is found, and what is right in them is not.
+
+    A comparison that agrees with any rules would prove nothing.
+    """
+    rules = tmp_path / "rules"
+    rules.mkdir()
+    for path in ALERT_RULES.iterdir():
+        if path.is_file():
+            (rules / path.name).write_bytes(path.read_bytes())
+    text = (rules / "training.yml").read_text()
+    for right, wrong, _ in WRONG_RULES:
+        assert text.count(right) == 1, right
+        text = text.replace(right, wrong)
+    (rules / "training.yml").write_text(text)
+    parts = [(scenes.events, 50.0), (scenes.one_short, 50.0), (scenes.just_enough, 50.0)]
+    found = parity.compared(tmp_path, QUICK, parts, rules)
+    for _, _, said in WRONG_RULES:
+        assert said in found
+    named = {said.split()[1] for _, _, said in WRONG_RULES}
+    assert not [said for said in found if said.split()[1] not in named]
+
+
+@pytest.fixture
+def of_scene(tmp_path, clock):
+    """A function that plays a scene without servers and returns its run."""
+
+    def of_scene(scene, pace, steps_per_second=20.0):
+        run = SimulatedRun(tmp_path / "runs", scene.__name__, steps_per_second=steps_per_second, clock=clock)
+        try:
+            play([(run, scene(run, pace))], clock=clock, wait=clock.wait)
+        finally:
+            run.close()
+        return run
+
+    return of_scene
+
+
+def faithful(run, pace, phase):
+    """The evaluations at which each alert fires under right rules; `phase` is that of the scrapes in their interval.
+
+    What the last scrape has seen: an event for 5 minutes from then on, a state for as long as it lasts.
+    """
+    last = begin = run.steps[0][0] + 1.0
+    alerts = {}
+    number = 0
+    while last < run.steps[-1][0]:
+        last = begin + number * pace.evaluation_seconds
+        number += 1
+        scrape = begin + phase + math.floor((last - begin - phase) / pace.scrape_seconds) * pace.scrape_seconds
+        if any(dark <= scrape < light for dark, light in run.dark):
+            continue
+        for alert, verdicts in run.events.items():
+            if any(verdict <= scrape <= verdict + 300.0 for verdict in verdicts):
+                alerts.setdefault(alert, []).append(last)
+        for alert, spans in run.states.items():
+            if any(since <= scrape < end for since, end in spans):
+                alerts.setdefault(alert, []).append(last)
+    return alerts
+
+
+PACES = [QUICK, Pace(scrape_seconds=5.0, evaluation_seconds=15.0)]
+
+
+@pytest.mark.parametrize("pace", PACES, ids=lambda pace: f"{pace.scrape_seconds:g}-{pace.evaluation_seconds:g}")
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_the_alerts_of_rules_that_are_right_agree_and_others_do_not(of_scene, scene, pace):
+    """Whenever the scrapes come, right alerts agree. None at all, a late one, an early one, another scene's do not."""
+    run = of_scene(scene, pace)
+    for phase in (0.0, 0.3 * pace.scrape_seconds, 0.9 * pace.scrape_seconds):
+        right = faithful(run, pace, phase)
+        assert parity.disagreements(run, right, pace) == []
+        step = 1.0 / run.steps_per_second
+        begins = {alert: verdicts[0] for alert, verdicts in run.events.items()}
+        begins |= {alert: spans[0][0] for alert, spans in run.states.items() if alert in right}
+        for alert, begin in begins.items():
+            early = right | {alert: [begin - step, *right[alert]]}
+            assert any(f": {alert} fired" in said for said in parity.disagreements(run, early, pace))
+            late = right | {alert: [when for when in right[alert] if when > begin + 3.0 * pace.latest_seconds]}
+            if alert in run.events:
+                assert any(f": {alert} did not fire" in said for said in parity.disagreements(run, late, pace))
+        other = right | {"TrainAmpScaleRunaway": [run.steps[-1][0]]}
+        assert any("TrainAmpScaleRunaway fired, and no" in said for said in parity.disagreements(run, other, pace))
+    assert bool(parity.disagreements(run, {}, pace)) == bool(begins)
+
+
+def test_the_alerts_of_another_series_are_found(of_scene):
+    """Prometheus is told a spike that the detectors did not see, or is not told of one that they saw."""
+    spiked, calm = (of_scene(scene, QUICK) for scene in (scenes.sustained, scenes.calm))
+    assert parity.disagreements(calm, faithful(spiked, QUICK, 0.0), QUICK) == [
+        f"calm: {alert} fired, and no detector said so"
+        for alert in ("TrainLossNotRecovering", "TrainLossSpike", "TrainLossSpikeSustained")
+    ]
+    assert set(parity.disagreements(spiked, faithful(calm, QUICK, 0.0), QUICK)) == {
+        "sustained: TrainLossSpike did not fire within 2.5 s",
+        "sustained: TrainLossSpikeSustained fired after inf s, not within 2.5 s",
+        "sustained: TrainLossNotRecovering fired after inf s, not within 2.5 s",
+    }
 
 
 @pytest.mark.parametrize(
@@ -95,6 +229,20 @@ def test_a_disagreement_is_found(fired, said):
     found = parity.disagreements(run, fired, QUICK)
     assert len(found) == len(said)
     assert all(f"gpt-0: {what}" in told for what, told in zip(said, found, strict=True))
+
+
+def test_the_evaluations_of_an_alert_are_those_of_all_its_series():
+    """One alert under several label sets, which may fire at the same time, is one list of evaluations, in order."""
+    found = [
+        {"metric": {"alertname": "TrainNonFinite", "where": "loss"}, "values": [[3.0, "1"], [5.0, "1"]]},
+        {"metric": {"alertname": "TrainNonFinite", "where": "grad"}, "values": [[4.0, "1"], [5.0, "1"]]},
+        {"metric": {"alertname": "TrainLossSpike"}, "values": [[1.0, "1"]]},
+    ]
+    asked = []
+    stack = SimpleNamespace(query=lambda promql: asked.append(promql) or found)
+    told = parity.fired(stack, SimpleNamespace(name="gpt-0"))
+    assert told == {"TrainNonFinite": [3.0, 4.0, 5.0], "TrainLossSpike": [1.0]}
+    assert 'run="gpt-0"' in asked[0]
 
 
 def test_what_cannot_be_scraped_may_be_told_later():

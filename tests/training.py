@@ -41,6 +41,10 @@ class Clock:
         """The time."""
         return self.now
 
+    def wait(self, seconds: float) -> None:
+        """Time goes by."""
+        self.now += seconds
+
 
 class Batches:
     """Endless batches, each made from its position alone; `drawn` is every position ever handed out."""
