@@ -18,7 +18,7 @@ from trainer_plugin.checkpoints.tensor_files import read_tensors
 from trainer_plugin.config import Config, read_config
 from trainer_plugin.scenes import scene
 from trainer_plugin.scenes.overview import read_overview
-from trainer_plugin.scenes.step_log import read_steps
+from trainer_plugin.scenes.step_line import read_steps
 
 
 def scenes(job) -> list:

@@ -28,15 +28,16 @@ ORDER = (
     "detection.hard_batches", "detection.nonfinite", "detection.recovery", "detection.readings",
     "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.incidents",
     "policy.decisions", "policy.partial", "policy.budget", "policy.state", "policy.alerts", "policy.ladder",
-    "data.sampler", "data.source", "data.batches", "scenes.scene", "checkpoints.manifest",
-    "checkpoints.retention", "checkpoints.inventory", "checkpoints.inventory_table", "checkpoints.time_limit",
+    "data.sampler", "data.source", "data.batches", "scenes.scene", "scenes.step_line", "scenes.overview",
+    "checkpoints.manifest", "checkpoints.retention", "checkpoints.inventory", "checkpoints.inventory_table",
+    "checkpoints.time_limit",
     # Torch, and no policy.
     "step.row", "step.norms", "step.probe", "step.untraced", "step.layer_signals", "step.accumulation",
     "step.unscaling", "step.shield", "learning_rate", "schedule", "faults", "checkpoints.plain",
     "checkpoints.rng", "checkpoints.proof", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
     "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.store",
     # What sees both rows.
-    "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "scenes.overview", "actions",
+    "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions",
     "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "journal", "errors", "parts",
     "boundary", "guard", "__init__",
 )  # fmt: skip
@@ -81,7 +82,7 @@ def module_of(path):
 def ours(path):
     """The modules of `trainer_plugin` that a file imports."""
     found = {name.removeprefix("trainer_plugin.") for name in imports(path) if name.startswith("trainer_plugin.")}
-    return {name for name in found if path_of(name).exists() or name in {"backtest", "demo"}}
+    return {name for name in found if path_of(name).exists() or name in {"backtest", "demo", "report"}}
 
 
 def page_calls():
@@ -114,7 +115,7 @@ def test_rules_import_nothing():
 def test_every_module_has_its_place_in_the_order():
     """The order names every module of the trainer's side, but for the command line, the backtest and the demo above."""
     modules = {module_of(path) for path in (ROOT / "trainer_plugin").rglob("*.py")}
-    commands = {name for name in modules if name.split(".")[0] in {"__main__", "backtest", "demo"}}
+    commands = {name for name in modules if name.split(".")[0] in {"__main__", "backtest", "demo", "report"}}
     packages_themselves = {name for name in modules if name.endswith(".__init__")}
     assert modules - commands - packages_themselves == set(ORDER)
 

@@ -14,7 +14,8 @@ from curves import signals
 from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.scenes.recorder import Start
-from trainer_plugin.scenes.step_log import NAMES, StepLog, read_steps
+from trainer_plugin.scenes.step_line import NAMES, read_steps
+from trainer_plugin.scenes.step_log import StepLog
 
 
 class Disk:

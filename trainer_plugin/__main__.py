@@ -15,6 +15,7 @@ from trainer_plugin.backtest.notes import printable
 from trainer_plugin.checkpoints.inventory import take_inventory
 from trainer_plugin.checkpoints.inventory_table import inventory_table
 from trainer_plugin.demo.scenarios import SCENARIOS
+from trainer_plugin.report.command import run_report
 
 _DEMO_EXAMPLE = """example:
   python -m trainer_plugin demo --scenario sustained --json demo.json
@@ -35,13 +36,20 @@ _CHECKPOINTS_EXAMPLE = """example:
 Only reads: it may run beside the job, after its death, and on a host without torch.
 exit code: 0 done, 1 something is damaged or a rollback has nothing to go to, 2 bad usage"""
 
+_REPORT_EXAMPLE = """example:
+  python -m trainer_plugin report runs/gpt-0 --out report.html
+
+Only reads: it may run beside the job, after its death, and on a host without torch.
+exit code: 0 done, 2 bad usage"""
+
 
 def cli(arguments: Sequence[str]) -> int:
     """Run one command; return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     try:
-        return {"backtest": _backtest, "checkpoints": _checkpoints, "demo": _demo}[options.command](options)
+        commands = {"backtest": _backtest, "checkpoints": _checkpoints, "demo": _demo, "report": _report}
+        return commands[options.command](options)
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
@@ -106,6 +114,10 @@ def _checkpoints(options: argparse.Namespace) -> int:
     return 1 if found.problems or found.rollback_target is None else 0
 
 
+def _report(options: argparse.Namespace) -> int:
+    return run_report(options.run_dir, options.out)
+
+
 def _show_progress(what: str) -> None:
     """The thing under way, on one line that the next one takes the place of; only for people."""
     if sys.stderr.isatty():
@@ -119,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_backtest(commands)
     _add_checkpoints(commands)
+    _add_report(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small GPT on real text, break it, and watch it heal",
@@ -176,6 +189,19 @@ def _add_checkpoints(commands: Any) -> None:  # noqa: ANN401 - argparse's own cl
     checkpoints.add_argument(
         "--config", type=Path, metavar="FILE", help="the run's guard.yaml, where its folder has none (or has moved)"
     )
+
+
+def _add_report(commands: Any) -> None:  # noqa: ANN401 - argparse's own class has no public name
+    report = commands.add_parser(
+        "report",
+        help="what happened in a run and what was done about it, as one HTML file",
+        description="Write one page that works offline: the run's timeline, a section for each incident with its "
+        "class, evidence, remedies and cost, its layers as a heat map, and the checkpoints.",
+        epilog=_REPORT_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, such as runs/gpt-0")
+    report.add_argument("--out", type=Path, metavar="FILE", help="where to (default: report.html in that folder)")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from trainer_plugin.demo.servers import Stack, find_servers
 from trainer_plugin.demo.text import Corpus
 from trainer_plugin.demo.timeline import Timeline
 from trainer_plugin.guard import Guard
+from trainer_plugin.report.command import run_report
 from trainer_plugin.run_folder import RunLock
 
 RUN = "demo"
@@ -62,10 +63,19 @@ def run_demo(
     text = result.to_text(out)
     print(f"\n{text}")
     (out / "report.txt").write_text(text + "\n")
+    _write_report(Path(config.runs) / config.run, out / "report.html")
     write_json(out / "demo.json", result.to_json())
     if json_path is not None:
         write_json(json_path, result.to_json())
     return 1 if result.problems() else 0
+
+
+def _write_report(run_folder: Path, path: Path) -> None:
+    """The page about the run, where matplotlib is there to draw it."""
+    try:
+        run_report(run_folder, path)
+    except ValueError as error:
+        print(f"no report.html: {error}")
 
 
 def _train(

@@ -8,7 +8,7 @@ background, a tenth of a second late at most; a killed job loses no line that wa
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +18,11 @@ import torch
 from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.scenes.recorder import Start
+from trainer_plugin.scenes.step_line import NAMES, StepLine, read_lines
 from trainer_plugin.signals import Signals
 
-SCHEMA = 1
-NAMES = ("recorder.0.jsonl", "recorder.1.jsonl")
 # A step may have thousands of samples; whoever looks for more has its positions.
 _MOST_IDS = 64
-_MOST_LINE_BYTES = 1 << 20
-
-
-class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step. A number that is not finite is null, and its name is in `nonfinite`; times are Unix seconds.
-
-    `loss_center` and `loss_scale` are the robust detector's after the step, `verdicts` are "detector signal",
-    `rng` is the CRC-32 of torch's random state with which the step's first batch went into the forward pass: two runs
-    of one step have the same, or drew different numbers.
-    """
-
-    step: int
-    steps_total: int
-    branch: int
-    time: float
-    loss: float | None
-    grad_norm: float | None
-    loss_center: float | None = None
-    loss_scale: float | None = None
-    clip_coefficient: float = 1.0
-    surge: bool = False
-    withheld: str | None = None
-    amp_loss_scale: float | None = None
-    learning_rates: tuple[float, ...] = ()
-    lr_factor: float = 1.0
-    step_seconds: float | None = None
-    data_wait_seconds: float | None = None
-    position: int | None = None
-    sample_ids: tuple[str, ...] = ()
-    rng: int | None = None
-    verdicts: tuple[str, ...] = ()
-    layer_grad_norms: Mapping[str, float | None] = {}
-    nonfinite: tuple[str, ...] = ()
-    schema: int = SCHEMA
 
 
 class StepLog:
@@ -130,7 +95,7 @@ class StepLog:
 
     def _newest(self) -> tuple[int, int]:
         """The file that was being filled last, and its lines; one that a killed job left half is ended."""
-        last = [max((line.steps_total for line in _read(self._folder / name)), default=-1) for name in NAMES]
+        last = [max((line.steps_total for line in read_lines(self._folder / name)), default=-1) for name in NAMES]
         number = last.index(max(last))
         path = self._folder / NAMES[number]
         if not path.exists():
@@ -140,30 +105,6 @@ class StepLog:
             with path.open("ab") as file:
                 file.write(b"\n")
         return number, content.count(b"\n") + 1
-
-
-def read_steps(run_folder: Path) -> list[StepLine]:
-    """The steps that a run's recorder holds, in the order in which they were run; lines that are damaged are left out.
-
-    Raises:
-        OSError: a file is there and cannot be read.
-    """
-    lines = [line for name in NAMES for line in _read(run_folder / name)]
-    return sorted(lines, key=lambda line: line.steps_total)
-
-
-def _read(path: Path) -> list[StepLine]:
-    lines: list[StepLine] = []
-    if not path.exists():
-        return lines
-    for line in path.read_bytes().splitlines():
-        try:
-            one = msgspec.json.decode(line[:_MOST_LINE_BYTES], type=StepLine)
-        except (msgspec.MsgspecError, RecursionError):
-            continue
-        if one.schema == SCHEMA:
-            lines.append(one)
-    return lines
 
 
 def _whole(line: StepLine, signals: Signals, rng: Any) -> StepLine:  # noqa: ANN401 - a tensor, or what the loop has

@@ -1,0 +1,141 @@
+"""The report as one HTML page that needs nothing else: no script, no font, no picture from elsewhere."""
+
+import math
+from datetime import UTC, datetime
+from html import escape
+
+from trainer_plugin.checkpoints.inventory_table import inventory_table
+from trainer_plugin.report.charts import Charts
+from trainer_plugin.report.story import Deed, Story, Told
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.4rem; }
+.sub { color: #57606a; } svg { width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; margin: .6rem 0; font-size: 14px; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #d8dee4; vertical-align: top; }
+th { color: #57606a; font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
+.tag { display: inline-block; padding: 0 .5rem; border-radius: .7rem; font-size: 13px; background: #eef1f4; }
+.open { background: #f8d7da; } .healed { background: #d6efdc; } pre { overflow-x: auto; font-size: 12.5px; }
+section { border-top: 3px solid #eef1f4; margin-top: 2rem; } .figures { display: flex; flex-wrap: wrap; gap: 1.6rem; }
+.figures b { display: block; font-size: 1.25rem; }
+"""
+
+
+def report_page(story: Story, charts: Charts) -> str:
+    """The page. Every text that comes from a file is escaped."""
+    body = [_head(story), _summary(story), charts.timeline(story)]
+    body += [_incident(story, incident, charts) for incident in story.incidents]
+    if story.refused:
+        body.append("<h2>Asked for beside any incident</h2>" + _deeds(story.refused))
+    if story.inventory is not None:
+        body.append(f"<h2>Checkpoints</h2><pre>{escape(chr(10).join(inventory_table(story.inventory)))}</pre>")
+    if story.problems:
+        body.append("<h2>What could not be read</h2><ul>")
+        body += [f"<li>{escape(problem)}</li>" for problem in story.problems]
+        body.append("</ul>")
+    title = f"Run {escape(story.run)}"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
+        f"<body>{chr(10).join(body)}</body></html>\n"
+    )
+
+
+def _head(story: Story) -> str:
+    last = story.steps[-1] if story.steps else None
+    where = (
+        f"at step {last.step}, after {last.steps_total} optimizer steps, {_when(last.time)}"
+        if last is not None
+        else "no recorded step"
+    )
+    return f'<h1>Run {escape(story.run)}</h1><p class="sub">{where}</p>'
+
+
+def _summary(story: Story) -> str:
+    incidents = story.incidents
+    figures = [
+        ("incidents", len(incidents)),
+        ("still open", sum(not one.healed for one in incidents)),
+        ("rollbacks", sum(_rollbacks(one) for one in incidents)),
+        ("steps rolled back", sum(one.lost_steps for one in incidents)),
+        ("steps withheld", sum(one.withheld_steps for one in incidents)),
+    ]
+    shown = "".join(f"<div><b>{number}</b>{name}</div>" for name, number in figures)
+    rows = "".join(
+        f'<tr><td><a href="#incident-{one.id}">#{one.id}</a></td><td>{escape(one.class_)}</td>'
+        f'<td class="n">{one.first_step}</td><td>{_state(one)}</td>'
+        f"<td>{escape(_done(one))}</td>"
+        f'<td class="n">{one.lost_steps}</td></tr>'
+        for one in incidents
+    )
+    table = (
+        f"<table><tr><th>incident</th><th>class</th><th>first bad step</th><th>state</th><th>what was done</th>"
+        f"<th>steps rolled back</th></tr>{rows}</table>"
+        if incidents
+        else "<p>No incident.</p>"
+    )
+    return f'<div class="figures">{shown}</div>{table}'
+
+
+def _incident(story: Story, one: Told, charts: Charts) -> str:
+    evidence = "".join(f"<li>{escape(line)}</li>" for line in one.evidence)
+    losses = [
+        f"{name} {value:.3f}"
+        for name, value in (("before", one.loss_before), ("worst", one.loss_worst), ("after", one.loss_after))
+        if math.isfinite(value)
+    ]
+    cost = [f"{one.lost_steps} steps rolled back", f"{one.withheld_steps} withheld"]
+    if losses:
+        cost.append("loss " + ", ".join(losses))
+    layers = charts.layers(story, one)
+    return (
+        f'<section id="incident-{one.id}"><h2>Incident {one.id}: {escape(one.class_)}</h2>'
+        f'<p class="sub">first bad step {one.first_step}, found at {one.detected_step}, {_when(one.time)} &middot; '
+        f"{_state(one)}</p><h3>Evidence</h3><ul>{evidence}</ul>"
+        f"<h3>What was done</h3>{_deeds(one.deeds)}<p>Cost: {'; '.join(cost)}.</p>{_scene(one)}"
+        f"{charts.incident(story, one) or '<p>The recorder no longer holds its steps.</p>'}"
+        f"{'<h3>Layers</h3>' + layers if layers else ''}</section>"
+    )
+
+
+def _scene(one: Told) -> str:
+    if one.scene_folder is None:
+        return "<p>Its scene is not there (any more).</p>" if one.scene_step is not None else ""
+    return f"<p>Scene: <code>{escape(one.scene_folder)}</code></p>"
+
+
+def _deeds(deeds: list[Deed]) -> str:
+    if not deeds:
+        return "<p>Nothing.</p>"
+    rows = "".join(
+        f'<tr><td class="n">{deed.step}</td><td>{escape(deed.action)}</td><td>{escape(deed.alert or deed.source)}</td>'
+        f"<td>{escape(deed.outcome)}</td><td>{escape('; '.join(filter(None, (deed.reason, deed.detail))))}</td></tr>"
+        for deed in deeds
+    )
+    return (
+        "<table><tr><th>step</th><th>action</th><th>asked by</th><th>outcome</th><th>why, and what came of it</th></tr>"
+        f"{rows}</table>"
+    )
+
+
+def _state(one: Told) -> str:
+    if one.healed:
+        return f'<span class="tag healed">healed at step {one.healed_step}</span>'
+    return '<span class="tag open">open</span>'
+
+
+def _done(one: Told) -> str:
+    return ", ".join(dict.fromkeys(deed.action for deed in one.deeds if deed.outcome == "done")) or "nothing"
+
+
+def _rollbacks(one: Told) -> int:
+    return sum(deed.action in {"rollback", "partial_rollback"} and deed.outcome == "done" for deed in one.deeds)
+
+
+def _when(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"

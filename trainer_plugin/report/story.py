@@ -1,0 +1,176 @@
+"""The story of a run, read from its folder: steps, incidents with what was done about them, checkpoints, scenes."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer_plugin.checkpoints.inventory import Inventory
+from trainer_plugin.scenes.overview import Stretch, read_overview
+from trainer_plugin.scenes.step_line import StepLine, read_steps
+
+_SCHEMA = 1
+_MOST_TRAIL_BYTES = 1 << 26
+
+
+class Deed(msgspec.Struct, kw_only=True):
+    """Something that was done, or that was asked for and refused."""
+
+    time: float
+    step: int
+    steps_total: int
+    action: str
+    source: str
+    outcome: str
+    detail: str = ""
+    reason: str = ""
+    alert: str | None = None
+    incident: int | None = None
+    to_step: int | None = None
+    tier: str | None = None
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """An incident as it was told last. Losses are the recorder's: NaN where it does not reach so far back.
+
+    `loss_before` is the mean over the 20 steps before the first bad one, `loss_worst` the largest finite one until it
+    healed, `loss_after` the mean over the 20 steps after; `lost_steps` were rolled back, `withheld_steps` left out.
+    """
+
+    id: int
+    class_: str = msgspec.field(name="class")
+    first_step: int
+    detected_step: int
+    last_step: int
+    evidence: list[str] = []
+    healed: bool = False
+    healed_step: int | None = None
+    opened_total: int = 0
+    layers: dict[str, float] = {}
+    time: float = 0.0
+    deeds: list[Deed] = []
+    scene_step: int | None = None
+    scene_folder: str | None = None
+    loss_before: float = math.nan
+    loss_worst: float = math.nan
+    loss_after: float = math.nan
+    lost_steps: int = 0
+    withheld_steps: int = 0
+
+
+class Story(msgspec.Struct, kw_only=True):
+    """All of a run. `refused` are wishes that belong to no incident; `problems` what could not be read."""
+
+    run: str
+    steps: list[StepLine]
+    stretches: list[Stretch]
+    incidents: list[Told]
+    refused: list[Deed]
+    inventory: Inventory | None
+    problems: list[str]
+
+
+def read_story(run_folder: Path, inventory: Inventory | None) -> Story:
+    """Put together what a run's folder tells.
+
+    Raises:
+        ValueError: it is no run's folder.
+        OSError: a file in it cannot be read.
+    """
+    trail_path = run_folder / "incidents.jsonl"
+    steps, stretches = read_steps(run_folder), read_overview(run_folder)
+    if not run_folder.is_dir():
+        raise ValueError(f"{run_folder}: no such run folder")
+    if not (trail_path.exists() or steps or stretches or (run_folder / "state.json").exists()):
+        raise ValueError(f"{run_folder}: a run's folder wanted, found none of its files in it")
+    trail, problems = _read_trail(trail_path)
+    incidents, refused = _told(trail)
+    scenes = {one.incident: one for one in inventory.checkpoints if one.kind == "scene"} if inventory else {}
+    for incident in incidents:
+        _weigh(incident, steps)
+        scene = scenes.get(incident.id)
+        if scene is not None and scene.folder is not None:
+            incident.scene_folder = scene.folder
+    return Story(
+        run=run_folder.resolve().name,
+        steps=steps,
+        stretches=stretches,
+        incidents=incidents,
+        refused=refused,
+        inventory=inventory,
+        problems=problems,
+    )
+
+
+def _read_trail(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    entries: list[dict[str, Any]] = []
+    if not path.exists():
+        return entries, []
+    if path.stat().st_size > _MOST_TRAIL_BYTES:
+        return entries, [f"{path.name}: more than {_MOST_TRAIL_BYTES >> 20} MiB: not read"]
+    damaged = 0
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError):
+            damaged += 1
+            continue
+        if entry.get("schema") == _SCHEMA:
+            entries.append(entry)
+        else:
+            damaged += 1
+    return entries, [f"{path.name}: {damaged} lines cannot be read and are left out"] if damaged else []
+
+
+def _told(trail: list[dict[str, Any]]) -> tuple[list[Told], list[Deed]]:
+    incidents: dict[int, Told] = {}
+    refused: list[Deed] = []
+    newest: Told | None = None
+    for entry in trail:
+        try:
+            kind = entry.get("kind")
+            if kind in {"incident_opened", "incident_healed"}:
+                told = msgspec.convert(entry, Told)
+                known = incidents.get(told.id)
+                if known is not None:
+                    told.deeds, told.scene_step, told.time = known.deeds, known.scene_step, known.time
+                incidents[told.id] = newest = told
+            elif kind in {"action", "refused"}:
+                deed = msgspec.convert(entry, Deed)
+                incident = incidents.get(deed.incident) if deed.incident is not None else None
+                if incident is None and kind == "refused" and newest is not None and not newest.healed:
+                    incident = newest
+                (incident.deeds if incident is not None else refused).append(deed)
+            elif kind == "scene" and entry.get("incident") in incidents:
+                incidents[entry["incident"]].scene_step = int(entry["step"])
+        except (msgspec.ValidationError, KeyError, TypeError, ValueError):
+            continue  # Of another version, or written by somebody else.
+    return sorted(incidents.values(), key=lambda one: one.id), refused
+
+
+def _weigh(incident: Told, steps: list[StepLine]) -> None:
+    """What it cost, as far as the recorder reaches."""
+    opened = next((at for at, line in enumerate(steps) if line.steps_total >= incident.opened_total), None)
+    rollbacks = [deed for deed in incident.deeds if deed.action == "rollback" and deed.outcome == "done"]
+    incident.lost_steps = sum(deed.step - deed.to_step for deed in rollbacks if deed.to_step is not None)
+    if opened is None:
+        return
+    first = max(0, opened - max(0, incident.detected_step - incident.first_step))
+    healed = next((at for at, line in enumerate(steps) if at >= opened and _is_healed(line, incident, rollbacks)), None)
+    end = len(steps) if healed is None else healed + 1
+    incident.loss_before = _mean(steps[max(0, first - 20) : first])
+    worst = [line.loss for line in steps[first:end] if line.loss is not None]
+    incident.loss_worst = max(worst, default=math.nan)
+    incident.loss_after = _mean(steps[end : end + 20]) if healed is not None else math.nan
+    incident.withheld_steps = sum(line.withheld is not None for line in steps[first:end])
+
+
+def _is_healed(line: StepLine, incident: Told, rollbacks: list[Deed]) -> bool:
+    gone_back = max((deed.steps_total for deed in rollbacks), default=0)
+    return incident.healed_step is not None and line.step >= incident.healed_step and line.steps_total > gone_back
+
+
+def _mean(lines: list[StepLine]) -> float:
+    losses = [line.loss for line in lines if line.loss is not None]
+    return sum(losses) / len(losses) if losses else math.nan
