@@ -39,7 +39,7 @@ ORDER = (
     # What sees both rows.
     "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions",
     "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "journal", "errors", "parts",
-    "boundary", "guard", "__init__",
+    "boundary", "guard", "__init__", "hf", "lightning",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("step.row")]
 TORCH_ROW = ORDER[ORDER.index("step.row") : ORDER.index("history")]

@@ -1,5 +1,7 @@
 """Tests of the README: every block in it runs, is read by its own parser, or is held against what is there."""
 
+import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -30,17 +32,22 @@ def test_every_block_has_a_known_language():
 
 
 @pytest.mark.timeout(60)
-def test_the_python_blocks_run(tmp_path):
-    """The loop in the README trains in a fresh process, with an empty guard.yaml."""
-    for block in blocks("python"):
-        (tmp_path / "guard.yaml").write_text("metrics: {port: 0}\n")
+@pytest.mark.parametrize("block", blocks("python"), ids=itertools.count())
+def test_the_python_blocks_run(block, tmp_path):
+    """The loops in the README train in fresh processes, with an empty guard.yaml; ours warn of nothing."""
+    (tmp_path / "guard.yaml").write_text("metrics: {port: 0}\n")
+    ours = re.search("^import lightning|^from transformers", block, re.MULTILINE) is None
 
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+    done = subprocess.run(
+        [sys.executable, *(("-W", "error") if ours else ()), "-c", block],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
-        assert (done.returncode, done.stderr) == (0, "")
-        assert (tmp_path / "runs/gpt-0/state.json").exists()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" or not ours
+    run = re.search('run="([^"]+)"', block)
+    state = json.loads((tmp_path / "runs" / (run[1] if run else "gpt-0") / "state.json").read_text())
+    assert state["steps_total"] >= 5
 
 
 def test_the_yaml_block_is_a_config_and_states_the_defaults():

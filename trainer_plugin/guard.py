@@ -53,6 +53,8 @@ class Guard:
         loss_fn: `loss_fn(model, batch)` gives the loss of each sample; with it a restore proves itself on a batch.
         run: the run's name; replaces the config's.
         resume: `auto` goes on from the run's newest checkpoint, `require` fails without one, `never` starts anew.
+        start_step: the step that the loop stands at where no checkpoint of the guard's is gone on from.
+        framework: whose loop it is, as `train_info` shows it.
         local_only: act without waiting for alerts, as when no Prometheus watches.
         on_signals: called with each step's `Signals`, for other loggers.
         clock: Unix seconds.
@@ -75,6 +77,8 @@ class Guard:
         loss_fn: LossFn | None = None,
         run: str | None = None,
         resume: Resume = "auto",
+        start_step: int = 0,
+        framework: str = "torch",
         local_only: bool = False,
         on_signals: Callable[[Signals], None] | None = None,
         clock: Callable[[], float] = time.time,
@@ -91,6 +95,8 @@ class Guard:
             data=self._data,
             loss_fn=loss_fn,
             resume=resume,
+            start_step=start_step,
+            framework=framework,
             take_folder=_take_folder,
         )
         self._boundary = Boundary(self._parts, local_only=local_only, on_signals=on_signals, clock=clock)
@@ -108,6 +114,11 @@ class Guard:
     def step(self) -> int:
         """Steps in the history of the weights as they are; goes back on a rollback."""
         return self._parts.history.step
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradient norm measured last, before the clip: a scalar on the device, as `clip_grad_norm_` returns it."""
+        return self._parts.reader.grad_norm
 
     @property
     def stopping(self) -> bool:

@@ -25,8 +25,10 @@ class History:
         self.step = 0
         self.steps_total = steps_total
 
-    def resume(self, resume: Resume, incident: Incident | None, run: str) -> bool:
+    def resume(self, resume: Resume, incident: Incident | None, run: str, *, start_step: int = 0) -> bool:
         """Go on from the newest checkpoint, before the first bad step if the job died in an incident; False if anew.
+
+        Anew is from `start_step` on, where the loop stands by itself.
 
         Raises:
             ValueError: the checkpoint does not fit this training loop, or there is none and `resume` is `require`.
@@ -48,9 +50,10 @@ class History:
         if resume == "require":
             where = "" if incident is None else f" before step {before_step}"
             raise ValueError(f"run {run}: resume is `require`, and there is no checkpoint to go on from{where}")
-        self._checkpoints.lineage.begin(0)  # What an earlier job saved here belongs to other weights.
+        self.step = start_step
+        self._checkpoints.lineage.begin(start_step)  # What an earlier job saved here belongs to other weights.
         self._checkpoints.proven_step = -1
-        _log.info("run %s: starts at step 0", run)
+        _log.info("run %s: starts at step %d", run, start_step)
         return False
 
     @property

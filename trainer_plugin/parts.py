@@ -63,9 +63,12 @@ class Parts:
         data: Data | None,
         loss_fn: LossFn | None,
         resume: Resume,
+        start_step: int,
+        framework: str,
         take_folder: Callable[[Config], JobFolder],
     ) -> None:
         self.config = config
+        self._framework = framework
         # What is wrong with the training loop is told before anything is made.
         self.probe = Probe(model, torchs_clip=config.mode == "observe")
         self.data = data
@@ -83,7 +86,7 @@ class Parts:
             self.folder.save_config(config)
             self._open_state()
             self._open_reader(model, optimizers, scheduler, scaler, undo)
-            self._resume(resume)
+            self._resume(resume, start_step)
             self._open_endpoint(undo)
             self._open_scenes()
             undo.pop_all()
@@ -154,9 +157,9 @@ class Parts:
                 modules.setdefault(plain_name(name), module)  # torch.compile's wrapper, not what is inside it.
         return LayerSignals(self.probe.layers, optimizers, every=metrics.layers_every, modules=modules)
 
-    def _resume(self, resume: Resume) -> None:
+    def _resume(self, resume: Resume, start_step: int) -> None:
         run, history = self.config.run, self.history
-        anew = not history.resume(resume, self.policy.open_incident, run)
+        anew = not history.resume(resume, self.policy.open_incident, run, start_step=start_step)
         self.policy.restarted(history.steps_total, anew=anew)
         history.suspect(self.policy.state.incidents)
         self.learning_rate.advance(history.steps_total)
@@ -277,7 +280,7 @@ class Parts:
 
     def _info(self) -> dict[str, str]:
         return {
-            "framework": "torch",
+            "framework": self._framework,
             "torch": str(torch.__version__),
             "world_size": "1",
             "mode": self.config.mode,

@@ -73,6 +73,7 @@ class StepReader:
         self._taken: deque[_Taken] = deque()
         self._steps_ended = dict(self._shield.steps_ended)
         self._unheard_steps_each = [0 for _ in optimizers]
+        self.grad_norm: Tensor | None = None
         self.nonfinite_parameters: list[str] = []
         self.measured = 0
         self.unheard_steps = 0
@@ -135,6 +136,7 @@ class StepReader:
             steps_ended=self._steps_ended,
         )
         self._taken.append(taken)
+        self.grad_norm = row.norm
         self.measured += 1
 
     @torch.no_grad()

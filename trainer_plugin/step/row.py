@@ -53,6 +53,8 @@ class Row:
         self._norms = norms
         self._arrived: torch.cuda.Event | None = None
         self._values = values
+        # For whoever shows it too: on the device, not to be waited for.
+        self.norm = values[1]
         self._read: RowValues | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
