@@ -9,8 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-rules gpu-check format venv \
-	tools tools-all clean
+.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-rules bench-gpu \
+	gpu-check format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -46,8 +46,11 @@ bench-checkpoints: venv ## what a checkpoint and the way back cost; for a quiet 
 bench-rules: venv tools ## what the rules cost on a real Prometheus, and from condition to command; RULES_ARGS="--runs 8"
 	$(BIN)/python tests/bench/rules.py $(RULES_ARGS)
 
+bench-gpu: venv ## what reading GPUs costs, on a fake driver with 8 of them; needs gcc. BENCH_GPU_ARGS="--collections 100"
+	$(BIN)/python tests/bench/gpu.py $(BENCH_GPU_ARGS)
+
 # Its own spelling of torch: whatever build for GPUs is installed there. PYTHON names the interpreter.
-gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, what it costs
+gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, the GPU page, what it costs
 	$(PYTHON) tests/gpu_check.py
 
 format: venv ## rewrite the code in the house style

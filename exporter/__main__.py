@@ -1,12 +1,16 @@
-"""`python -m exporter`: the webhook receiver in one small process, and the rules out of the installed package.
+"""`python -m exporter`: GPU metrics and the webhook receiver, and the rules out of the installed package.
 
-It takes alerts from Alertmanager and puts commands into the inboxes of the runs. Settings come from exporter.yaml;
-an argument beats the file. Exit code 0: done, 1: the work failed, 2: bad usage or settings.
+It shows this host's GPUs to Prometheus, takes alerts from Alertmanager and puts commands into the inboxes of the runs.
+Settings come from exporter.yaml; an argument beats the file. Exit code 0: done, 1: the work failed, 2: bad usage or
+settings.
 """
 
 import argparse
 import logging
+import os
 import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +18,7 @@ import msgspec
 
 from exporter.config import Address, Config, Receiver, load, read_token, refuse_unsafe
 from exporter.files import write_files
+from exporter.gpu.endpoint import GpuEndpoint, is_wanted, wait_for_the_end
 
 logger = logging.getLogger("exporter")
 
@@ -97,35 +102,67 @@ def _token(config: Config) -> str | None:
         ValueError: the settings would leave the receiver open, or leave nothing to serve.
     """
     if isinstance(config.receiver, str):
-        raise ValueError("receiver: it is off, and there are no GPU metrics: nothing to serve")  # noqa: TRY004 - its value is at fault
+        if isinstance(config.gpu, str):
+            raise ValueError("receiver: it is off, and so is gpu: nothing to serve")  # noqa: TRY004 - its value is at fault
+        return None
     refuse_unsafe(config.receiver)
     path = config.receiver.bearer_token_file
     return None if path is None else read_token(path)
 
 
 def _serve(config: Config, token: str | None) -> int:
-    try:
-        # Here, because the job's machine may have the package without the extra, and `files` must work there.
-        from exporter.server import listen, serve  # noqa: PLC0415
-        from exporter.webhook import build_app  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        missing = str(error.name).partition(".")[0]
+    receive = config.receiver != "off"
+    missing = _missing() if receive else None
+    if missing is not None:
         return _fail(1, f"{missing} is not installed: pip install 'pretraining-guard[receiver]'")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    with ExitStack() as undo:
+        if not isinstance(config.gpu, str) and is_wanted(config):
+            try:
+                # Kubernetes tells a pod its node's name that way, and dcgm-exporter reads the same.
+                gpu = GpuEndpoint(config.gpu, node_name=os.environ.get("NODE_NAME"))
+            except (OSError, UnicodeError) as error:
+                refused = f"gpu.listen: {config.gpu.listen}: {_reason(error)}"
+                if not receive or config.gpu.mode == "always":
+                    return _fail(1, refused)
+                # A dcgm-exporter is usually there: no reason to be no receiver.
+                logger.warning("no GPU metrics: %s", refused)
+            else:
+                undo.callback(gpu.close)
+                gpu.start()
+                print(f"GPU metrics on {gpu.url}", flush=True)
+        if receive:
+            return _receive(config, token)
+        wait_for_the_end()
+        return 0
+
+
+def _missing() -> str | None:
+    """What the receiver needs and is not installed: the job's machine may have the package without the extra."""
+    return next((name for name in ("uvicorn", "starlette") if find_spec(name) is None), None)
+
+
+def _receive(config: Config, token: str | None) -> int:
+    # Here, because they need what `files` and GPU metrics must do without.
+    from exporter.server import listen, serve  # noqa: PLC0415
+    from exporter.webhook import build_app  # noqa: PLC0415
+
     receiver = config.receiver
-    if isinstance(receiver, str):  # Refused before.
+    if isinstance(receiver, str):
         return 2
     try:
         listener = listen(receiver.listen)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host that no name server would take.
-        reason = str(error.strerror).partition(" (while")[0] if isinstance(error, OSError) else "no host name"
-        return _fail(1, f"receiver.listen: {receiver.listen}: {reason}")
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    if not isinstance(config.gpu, str):
-        logger.info("no GPU metrics: this version serves none")
+    except (OSError, UnicodeError) as error:
+        return _fail(1, f"receiver.listen: {receiver.listen}: {_reason(error)}")
     app = build_app(Path(config.runs), bearer_token=token, stale_after_seconds=receiver.stale_after_seconds)
     with listener:
         serve(app, listener)
     return 0
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """Why an address can't be had; a UnicodeError is a host that no name server would take."""
+    return str(error.strerror).partition(" (while")[0] if isinstance(error, OSError) else "no host name"
 
 
 def _files(out: Path, runs: Path) -> int:

@@ -20,6 +20,7 @@ TIERS = ("local", "shared")
 CHECKPOINT_KINDS = ("periodic", "scene")
 MOMENTS = ("first", "second")
 PROOFS = ("equal", "different")
+FACTS = ("framework", "torch", "world_size", "mode", "data_rewind", "loss_mean", "shield")
 # All numbers of `detection` and `budget` in guard.yaml, by their names there, and two more.
 THRESHOLDS = (
     "warmup_steps", "ema_alpha", "loss_ratio", "grad_norm_ratio", "window", "sigma", "sustained_steps",
@@ -286,15 +287,14 @@ CATALOG: tuple[Metric, ...] = (
         name="train_info",
         kind="gauge",
         help="Always 1; what runs here, as labels.",
-        labels=(
-            ("framework", ()),
-            ("torch", ()),
-            ("world_size", ()),
-            ("mode", ()),
-            ("data_rewind", ()),
-            ("loss_mean", ()),
-            ("shield", ()),
-        ),
+        labels=tuple((fact, ()) for fact in FACTS),
+        every_rank=True,
+    ),
+    Metric(
+        name="train_rank_info",
+        kind="gauge",
+        help="Always 1; where this rank runs: the UUID of its GPU, empty without one, and the name of its host.",
+        labels=(("UUID", ()), ("Hostname", ())),
         every_rank=True,
     ),
 )

@@ -65,10 +65,17 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The metrics of this host's GPUs; in mode `auto` they are served where there is a GPU."""
+    """The metrics of this host's GPUs.
+
+    In mode `auto` a process that is a receiver too serves them only where NVIDIA's driver is. `hostname` is the label
+    `Hostname`, for containers that have a name of their own. `job_mapping_dir` holds a file of job ids for each GPU.
+    """
 
     listen: Address = Address("0.0.0.0:9400")
-    mode: Literal["auto"] = "auto"
+    mode: Literal["auto", "always"] = "auto"
+    interval_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    hostname: str | None = None
+    job_mapping_dir: str | None = None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,4 +182,4 @@ def _in_words(message: str, content: Any) -> str:  # noqa: ANN401 - whatever a Y
 
 
 # Where msgspec names only what was found, or its own types.
-_WANTED = {"receiver": "a mapping or `off`", "gpu": "a mapping or `off`", "gpu.mode": "`auto`"}
+_WANTED = {"receiver": "a mapping or `off`", "gpu": "a mapping or `off`", "gpu.mode": "`auto` or `always`"}

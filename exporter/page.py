@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from exporter.catalog import CATALOG, Metric
+from exporter.exposition import number, series
 from exporter.forks import let_go_in_children
-
-_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class _Histogram:
@@ -33,7 +32,7 @@ class _Histogram:
             running += count
             yield f"{prefix}{running}\n"
         yield f"{self.prefixes[-2]}{running}\n"
-        yield f"{self.prefixes[-1]}{_text(self.total)}\n"
+        yield f"{self.prefixes[-1]}{number(self.total)}\n"
 
 
 class Page:
@@ -116,14 +115,14 @@ class Page:
                     continue
                 parts.append(f"# HELP {name} {metric.help}\n# TYPE {name} {metric.kind}\n")
                 prefixes = self._prefixes[name]
-                parts.extend(f"{prefixes[labels]}{_text(value)}\n" for labels, value in values.items())
+                parts.extend(f"{prefixes[labels]}{number(value)}\n" for labels, value in values.items())
                 if name in self._histograms:
                     parts.extend(self._histograms[name].lines())
         return "".join(parts).encode()
 
     def _create(self, metric: Metric) -> None:
         if metric.kind == "histogram":
-            bounds = [*(_text(bound) for bound in metric.buckets), "+Inf"]
+            bounds = [*(number(bound) for bound in metric.buckets), "+Inf"]
             prefixes = [self._prefix(metric.name + "_bucket", {"le": bound}) for bound in bounds]
             prefixes += [self._prefix(metric.name + "_count", {}), self._prefix(metric.name + "_sum", {})]
             self._histograms[metric.name] = _Histogram(metric.buckets, prefixes)
@@ -137,8 +136,7 @@ class Page:
             self._prefixes[name][labels] = self._prefix(name, dict(zip(keys, labels, strict=True)))
 
     def _prefix(self, name: str, labels: dict[str, str]) -> str:
-        pairs = [f'{key}="{value.translate(_ESCAPES)}"' for key, value in {**self._constant, **labels}.items()]
-        return f"{name}{{{','.join(pairs)}}} "
+        return series(name, {**self._constant, **labels}) + " "
 
 
 def _combinations(values: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
@@ -149,12 +147,3 @@ def _combinations(values: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     for first in values[0]:
         for rest in _combinations(values[1:]):
             yield (first, *rest)
-
-
-def _text(value: float) -> str:
-    """A number as Prometheus reads it."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(float(value))

@@ -11,17 +11,24 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
+from exporter.exposition import CONTENT_TYPE
 from exporter.forks import let_go_in_children
-from exporter.page import Page
 from exporter.runs import write_atomically
 
 _log = logging.getLogger(__name__)
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Prometheus's own time-out. A connection serves one scrape, and is cut off then, whatever trickles through it.
 _LONGEST_SECONDS = 10.0
+
+
+class Rendered(Protocol):
+    """A page that can be served."""
+
+    def render(self, names: frozenset[str] = frozenset()) -> bytes:
+        """The page as text; only the families in `names` if any are given."""
+        ...
 
 
 class _Server(ThreadingHTTPServer):
@@ -77,11 +84,22 @@ class MetricsServer:
     """Serves a page on its own threads; `port` is the one really used, None if none could be had.
 
     A scrape that takes more than `longest_seconds` is cut off.
+
+    Raises:
+        OSError: the port can't be had, where it must be that one (`any_port=False`).
     """
 
-    def __init__(self, page: Page, *, host: str, port: int, longest_seconds: float = _LONGEST_SECONDS) -> None:
+    def __init__(
+        self,
+        page: Rendered,
+        *,
+        host: str,
+        port: int,
+        longest_seconds: float = _LONGEST_SECONDS,
+        any_port: bool = True,
+    ) -> None:
         self.host = host
-        self._server = _bind(_handler(page.render), host, port)
+        self._server = (_bind if any_port else _bind_exactly)(_handler(page.render), host, port)
         self.port: int | None = None
         if self._server is not None:
             self._server.longest_seconds = longest_seconds
@@ -123,18 +141,21 @@ class Target:
 
 def _bind(handler: type[BaseHTTPRequestHandler], host: str, port: int) -> _Server | None:
     """The wanted port, else any free one, else none: a job must start without its metrics rather than not at all."""
-    kind = _ServerV6 if ":" in host else _Server
     try:
-        return kind((host, port), handler)
+        return _bind_exactly(handler, host, port)
     except (OSError, OverflowError) as error:
         refused = error
     try:
-        server = kind((host, 0), handler)
+        server = _bind_exactly(handler, host, 0)
     except OSError:
         _log.warning("metrics: %s:%d cannot be had (%s), nor any other port: no endpoint", host, port, refused)
         return None
     _log.warning("metrics: %s:%d cannot be had (%s): on port %d instead", host, port, refused, server.server_port)
     return server
+
+
+def _bind_exactly(handler: type[BaseHTTPRequestHandler], host: str, port: int) -> _Server:
+    return (_ServerV6 if ":" in host else _Server)((host, port), handler)
 
 
 def _handler(render: Callable[[frozenset[str]], bytes]) -> type[BaseHTTPRequestHandler]:

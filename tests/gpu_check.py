@@ -1,14 +1,17 @@
-"""The check on a GPU: no sync in the hot path, true norms, a shield that holds, and what it costs. Under 10 minutes.
+"""The check on a GPU: no sync in the hot path, true norms, a shield that holds, the GPU page, and what it all costs.
 
     python tests/gpu_check.py [--pairs N] [--steps N]
 
-Prints one line for each thing checked; exit code 1 if any of them is not so. Without a GPU it says so and does nothing.
+Under 10 minutes. The page is held against nvidia-smi. Prints one line for each thing checked; exit code 1 if any of
+them is not so. Without a GPU it says so and does nothing.
 """
 
 import argparse
 import math
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,10 +21,14 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+from fake_nvml import Shown
+from nvidia_smi import ask, differences
 from overhead import bench_before_optimizer, bench_loop, bench_worst_step
 
+from exporter.gpu.page import GpuPage
 from trainer_plugin.demo.gpt import GPT, loss
 from trainer_plugin.guard import Guard
+from trainer_plugin.placement import placement_of
 from trainer_plugin.step.row import HUGE_NORM
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -177,6 +184,27 @@ def check(name: str, options: dict[str, Any]) -> Iterator[tuple[str, bool]]:
         training.guard.close()
 
 
+def check_page() -> Iterator[tuple[str, bool]]:
+    """Our GPU page against nvidia-smi, and the GPU that a rank names against both."""
+    page = GpuPage(interval_seconds=1.0, hostname=socket.gethostname())
+    page.start()
+    try:
+        deadline = time.monotonic() + 30.0
+        while b"gpu_exporter_nvml_up 1" not in page.render() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(3.0)  # For what only two collections can tell.
+        shown = Shown(page.render().decode())
+    finally:
+        page.close()
+    told = ask()
+    for line in differences(shown, told) or ["nothing"]:
+        yield f"GPU page: differs from nvidia-smi in {line}", line == "nothing"
+    missing = [f"{labels['metric']} ({labels['reason']})" for labels in shown.labels("gpu_exporter_unavailable")]
+    yield f"GPU page: {len(shown.samples)} samples; not here: {', '.join(missing) or 'nothing'}", bool(shown.samples)
+    rank = placement_of(nn.Linear(1, 1).cuda()).gpu_uuid
+    yield f"a rank's GPU is {rank}, which nvidia-smi knows", bool(rank) and rank in told
+
+
 def main() -> int:
     """Check everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -192,6 +220,9 @@ def main() -> int:
         for what, right in check(name, setup):
             failed += not right
             print(f"{'ok  ' if right else 'FAIL'} {what}", flush=True)
+    for what, right in check_page():
+        failed += not right
+        print(f"{'ok  ' if right else 'FAIL'} {what}", flush=True)
     if options.pairs:
         for millions in (10, 85):
             figure = bench_before_optimizer(millions, options.pairs, "cuda")

@@ -11,7 +11,7 @@ DESIGNED = """
 runs: runs
 receiver: {listen: 127.0.0.1:9402, bearer_token_file: null, basic_auth_file: null, stale_after_seconds: 600,
            tls: {cert_file: null, key_file: null, client_ca_file: null}}
-gpu: {listen: 0.0.0.0:9400, mode: auto}
+gpu: {listen: 0.0.0.0:9400, mode: auto, interval_seconds: 5, hostname: null, job_mapping_dir: null}
 """
 
 
@@ -33,7 +33,7 @@ def test_every_key_is_read(tmp_path):
 runs: /shared/runs
 receiver: {listen: "[::1]:0", bearer_token_file: t, basic_auth_file: b, tls: {cert_file: c, key_file: k,
            client_ca_file: a}, stale_after_seconds: 1.5}
-gpu: {listen: gpu.example:9500, mode: auto}
+gpu: {listen: gpu.example:9500, mode: always, interval_seconds: 0.5, hostname: n1, job_mapping_dir: /jobs}
 """
     tls = Tls(cert_file="c", key_file="k", client_ca_file="a")
     receiver = Receiver(
@@ -43,7 +43,9 @@ gpu: {listen: gpu.example:9500, mode: auto}
         tls=tls,
         stale_after_seconds=1.5,
     )
-    gpu = Gpu(listen=Address("gpu.example:9500"))
+    gpu = Gpu(
+        listen=Address("gpu.example:9500"), mode="always", interval_seconds=0.5, hostname="n1", job_mapping_dir="/jobs"
+    )
     assert _load(tmp_path, text) == Config(runs="/shared/runs", receiver=receiver, gpu=gpu)
 
 
@@ -59,7 +61,10 @@ def test_off_leaves_a_part_out(tmp_path, off):
     [
         ("recieiver: {}", "recieiver: unknown key, known ones are runs, receiver, gpu"),
         ("on: 1", "True: unknown key, known ones are runs, receiver, gpu"),
-        ("gpu: {port: 1}", "gpu.port: unknown key, known ones are listen, mode"),
+        (
+            "gpu: {port: 1}",
+            "gpu.port: unknown key, known ones are listen, mode, interval_seconds, hostname, job_mapping_dir",
+        ),
         (
             "receiver: {tls: {ca: x}}",
             "receiver.tls.ca: unknown key, known ones are cert_file, key_file, client_ca_file",
@@ -76,7 +81,8 @@ def test_off_leaves_a_part_out(tmp_path, off):
         ("receiver: {stale_after_seconds: 0}", "receiver.stale_after_seconds: wanted `float` > 0.0, found 0"),
         ("receiver: {stale_after_seconds: yes}", "receiver.stale_after_seconds: wanted `float`, found True"),
         ("receiver: {tls: {key_file: 3}}", "receiver.tls.key_file: wanted `str | null`, found 3"),
-        ("gpu: {mode: dcgm}", "gpu.mode: wanted `auto`, found 'dcgm'"),
+        ("gpu: {mode: dcgm}", "gpu.mode: wanted `auto` or `always`, found 'dcgm'"),
+        ("gpu: {interval_seconds: 0}", "gpu.interval_seconds: wanted `float` > 0.0, found 0"),
         ("runs: ''", "runs: wanted `str` of length >= 1, found ''"),
         ("- 1", "the file: wanted a mapping, found [1]"),
     ],

@@ -128,7 +128,7 @@ def test_an_address_in_use_is_one_line_and_1(tmp_path, capsys):
         ("runz: x", [], "exporter.yaml: runz: unknown key, known ones are runs, receiver, gpu"),
         ("", ["--listen", "9402"], "--listen: Expected HOST:PORT"),
         ("", ["--listen", "0.0.0.0:9402"], "receiver.listen: 0.0.0.0:9402 can be reached from other hosts"),
-        ("receiver: off", [], "receiver: it is off, and there are no GPU metrics: nothing to serve"),
+        ("receiver: off\ngpu: off", [], "receiver: it is off, and so is gpu: nothing to serve"),
         ("receiver: {basic_auth_file: x}", [], "receiver.basic_auth_file: basic auth is not supported yet"),
         ("receiver: {tls: {cert_file: x}}", [], "receiver.tls.cert_file: TLS is not supported yet"),
         ("receiver: {bearer_token_file: /none}", [], "receiver.bearer_token_file: /none: cannot be read"),

@@ -33,7 +33,7 @@ ORDER = (
     "checkpoints.time_limit",
     # Torch, and no policy.
     "step.row", "step.norms", "step.probe", "step.untraced", "step.layer_signals", "step.accumulation",
-    "step.unscaling", "step.shield", "learning_rate", "schedule", "faults", "checkpoints.plain",
+    "step.unscaling", "step.shield", "learning_rate", "schedule", "faults", "placement", "checkpoints.plain",
     "checkpoints.rng", "checkpoints.proof", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
     "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.store",
     # What sees both rows.

@@ -173,7 +173,8 @@ def test_other_ranks_keep_what_every_rank_exports():
     page.add("train_steps_total")
     page.observe("train_loss_zscore", 1.0)
     page.clear("train_loss")
-    page.set("train_info", 1.0, *["x"] * len(KNOWN["train_info"].labels))
+    for name in ("train_info", "train_rank_info"):
+        page.set(name, 1.0, *["x"] * len(KNOWN[name].labels))
     assert set(families(page)) == {m.name for m in CATALOG if m.every_rank}
     assert page.value("train_loss") is None
 

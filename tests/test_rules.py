@@ -334,7 +334,7 @@ def test_stories_are_about_alerts_that_exist():
 @pytest.mark.parametrize("record", RECORDS)
 def test_record_has_a_story(record):
     """Every recorded series is asked for in a story, and its name says level, metric and operation."""
-    assert re.fullmatch(r"run:[a-z_]+:[a-z0-9_]+", record)
+    assert re.fullmatch(r"(run|rank|gpu|host):[a-z_]+:[a-z0-9_]+", record)
     asked = [
         case["expr"] for path in STORIES for story in load(path)["tests"] for case in story.get("promql_expr_test", [])
     ]
@@ -435,7 +435,7 @@ def test_histogram_tails_begin_at_a_bucket():
     tails = {
         (name.removesuffix("_bucket"), *(value for label, _, value in wanted if label == "le"))
         for name, wanted in selectors(asked())
-        if name.endswith("_bucket")
+        if name.endswith("_bucket") and any(label == "le" for label, _, _ in wanted)
     }
     assert len(tails) == len(dict(tails)) == 5
     for histogram, pattern in tails:
@@ -531,9 +531,20 @@ def test_m06_the_nan_of_512_ranks_is_a_handful_of_alerts(tmp_path):
     run(find_tool("promtool"), "test", "rules", tmp_path / "story.yml")
 
 
-def test_r07_no_rule_reads_a_recorded_series():
-    """Rules read scraped series only: no order of groups matters, and no rule can read its own past (case R07)."""
-    assert [rule for rule in rules(LOADED) if re.search(r"\w:\w", re.sub(r'"[^"]*"', "", rule["expr"]))] == []
+def test_r07_no_rule_reads_a_recorded_series_but_of_its_own_group():
+    """Rules read scraped series only: no order of groups matters, and no rule can read its own past (case R07).
+
+    Those of the machine read what their own group has recorded before them in the same evaluation.
+    """
+    recorded = re.compile(r"\b[a-z]+:\w+:\w+")
+    for path in LOADED:
+        for group in load(path)["groups"]:
+            earlier: set[str] = set()
+            for rule in group["rules"]:
+                read = set(recorded.findall(re.sub(r'"[^"]*"', "", rule["expr"])))
+                assert read <= earlier, rule
+                assert path.name == "gpu.yml" or not read, rule
+                earlier.add(rule.get("record", ""))
 
 
 def test_tool_that_is_missing_is_named_with_its_remedy():

@@ -8,6 +8,7 @@ from exporter.page import Page
 from exporter.serving import MetricsServer, Target, local_address
 from trainer_plugin.config import Config
 from trainer_plugin.metrics import Metrics
+from trainer_plugin.placement import Placement
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ class Endpoint:
         scaled: bool,
         steps_total: int,
         info: dict[str, str],
+        placement: Placement,
     ) -> None:
         self.page = Page(run=config.run)
+        self.page.set("train_rank_info", 1.0, placement.gpu_uuid, placement.hostname)
         self.metrics = Metrics(
             self.page, config, layers=layers, info=info, scaled=scaled, steps_total=steps_total, moments=moments
         )

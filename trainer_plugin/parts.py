@@ -27,6 +27,7 @@ from trainer_plugin.errors import Errors
 from trainer_plugin.history import History, Resume, lasting_copy
 from trainer_plugin.journal import Journal
 from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.placement import placement_of
 from trainer_plugin.policy.ladder import Policy
 from trainer_plugin.run_folder import JobFolder, RunState
 from trainer_plugin.scenes.overview import Overview
@@ -87,7 +88,7 @@ class Parts:
             self._open_state()
             self._open_reader(model, optimizers, scheduler, scaler, undo)
             self._resume(resume, start_step)
-            self._open_endpoint(undo)
+            self._open_endpoint(model, undo)
             self._open_scenes()
             undo.pop_all()
         self.save_state()
@@ -164,7 +165,7 @@ class Parts:
         history.suspect(self.policy.state.incidents)
         self.learning_rate.advance(history.steps_total)
 
-    def _open_endpoint(self, undo: ExitStack) -> None:
+    def _open_endpoint(self, model: nn.Module, undo: ExitStack) -> None:
         """What faces outwards."""
         self.endpoint = Endpoint(
             self.config,
@@ -173,6 +174,7 @@ class Parts:
             scaled=self.reader.scaled,
             steps_total=self.history.steps_total,
             info=self._info(),
+            placement=placement_of(model),
         )
         undo.callback(self.endpoint.close)
         self.page = self.endpoint.page
