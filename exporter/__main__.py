@@ -8,6 +8,7 @@ settings.
 import argparse
 import logging
 import os
+import ssl
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -16,7 +17,8 @@ from typing import NoReturn
 
 import msgspec
 
-from exporter.config import Address, Config, Receiver, load, read_token, refuse_unsafe
+from exporter.access import NOBODY_ASKED, Credentials, read_credentials, tls_context
+from exporter.config import Address, Config, Receiver, load, refuse_unsafe
 from exporter.files import write_files
 from exporter.gpu.endpoint import GpuEndpoint, is_wanted, wait_for_the_end
 
@@ -47,10 +49,12 @@ def cli(*arguments: str) -> int:
         return _files(options.out, options.job_runs)
     try:
         config = _settings(options)
-        token = _token(config)
+        receiver = _receiver(config)
+        credentials = read_credentials(receiver) if receiver is not None else None
+        tls = tls_context(receiver.tls) if receiver is not None else None
     except ValueError as error:
         return _fail(2, error)
-    return _serve(config, token)
+    return _serve(config, receiver, credentials, tls)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,24 +99,24 @@ def _settings(options: argparse.Namespace) -> Config:
     return config
 
 
-def _token(config: Config) -> str | None:
-    """The token that the receiver asks for.
+def _receiver(config: Config) -> Receiver | None:
+    """The receiver's settings; None where there is to be none.
 
     Raises:
-        ValueError: the settings would leave the receiver open, or leave nothing to serve.
+        ValueError: they would leave it open, or leave nothing to serve.
     """
     if isinstance(config.receiver, str):
         if isinstance(config.gpu, str):
             raise ValueError("receiver: it is off, and so is gpu: nothing to serve")  # noqa: TRY004 - its value is at fault
         return None
     refuse_unsafe(config.receiver)
-    path = config.receiver.bearer_token_file
-    return None if path is None else read_token(path)
+    return config.receiver
 
 
-def _serve(config: Config, token: str | None) -> int:
-    receive = config.receiver != "off"
-    missing = _missing() if receive else None
+def _serve(
+    config: Config, receiver: Receiver | None, credentials: Credentials | None, tls: ssl.SSLContext | None
+) -> int:
+    missing = _missing() if receiver is not None else None
     if missing is not None:
         return _fail(1, f"{missing} is not installed: pip install 'pretraining-guard[receiver]'")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
@@ -123,7 +127,7 @@ def _serve(config: Config, token: str | None) -> int:
                 gpu = GpuEndpoint(config.gpu, node_name=os.environ.get("NODE_NAME"))
             except (OSError, UnicodeError) as error:
                 refused = f"gpu.listen: {config.gpu.listen}: {_reason(error)}"
-                if not receive or config.gpu.mode == "always":
+                if receiver is None or config.gpu.mode == "always":
                     return _fail(1, refused)
                 # A dcgm-exporter is usually there: no reason to be no receiver.
                 logger.warning("no GPU metrics: %s", refused)
@@ -131,8 +135,8 @@ def _serve(config: Config, token: str | None) -> int:
                 undo.callback(gpu.close)
                 gpu.start()
                 print(f"GPU metrics on {gpu.url}", flush=True)
-        if receive:
-            return _receive(config, token)
+        if receiver is not None:
+            return _receive(config, receiver, credentials, tls)
         wait_for_the_end()
         return 0
 
@@ -142,21 +146,25 @@ def _missing() -> str | None:
     return next((name for name in ("uvicorn", "starlette") if find_spec(name) is None), None)
 
 
-def _receive(config: Config, token: str | None) -> int:
+def _receive(config: Config, receiver: Receiver, credentials: Credentials | None, tls: ssl.SSLContext | None) -> int:
     # Here, because they need what `files` and GPU metrics must do without.
     from exporter.server import listen, serve  # noqa: PLC0415
     from exporter.webhook import build_app  # noqa: PLC0415
 
-    receiver = config.receiver
-    if isinstance(receiver, str):
-        return 2
     try:
         listener = listen(receiver.listen)
     except (OSError, UnicodeError) as error:
         return _fail(1, f"receiver.listen: {receiver.listen}: {_reason(error)}")
-    app = build_app(Path(config.runs), bearer_token=token, stale_after_seconds=receiver.stale_after_seconds)
+    if credentials and tls is None and not receiver.listen.is_loopback():
+        logger.warning("receiver.listen: %s without TLS: whoever is on the way can read the secret", receiver.listen)
+    app = build_app(
+        Path(config.runs),
+        credentials=credentials or NOBODY_ASKED,
+        pull=bool(credentials) or receiver.tls.client_ca_file is not None,
+        stale_after_seconds=receiver.stale_after_seconds,
+    )
     with listener:
-        serve(app, listener)
+        serve(app, listener, tls=tls)
     return 0
 
 

@@ -35,7 +35,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `step` and `steps_total` are the run's `train_step` and `train_steps_total` when the alert was evaluated;
     `starts_at` is when the alert began to fire and `received` when the command was put, both in Unix seconds. `layers`
-    are what a partial rollback shall take back; without them it takes those that surged most.
+    are what a partial rollback shall take back; without them it takes those that surged most. `by` is the person who
+    asked.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps_total: int | None = None
     starts_at: float | None = None
     reason: str = ""
+    by: str = ""
     layers: tuple[str, ...] = ()
 
 
@@ -88,8 +90,10 @@ class Inbox:
         """Whether a command with this id is here, taken or not."""
         return any((folder / f"{command_id}.json").exists() for folder in (self.new, self.done))
 
-    def put(self, command: Command) -> bool:
+    def put(self, command: Command, *, sync: bool = True) -> bool:
         """Queue `command` durably; False when a command with its id is already here, taken or not.
+
+        Without `sync` it, or the one that is here, is durable only after a call of `sync()`: one for many commands.
 
         Raises:
             ValueError: the id is not a plain file name.
@@ -101,7 +105,16 @@ class Inbox:
         name = f"{command.id}.json"
         if (self.done / name).exists():
             return False
-        return _publish(self.new / name, msgspec.json.encode(command))
+        published = _publish(self.new / name, msgspec.json.encode(command))
+        if sync:
+            # Also when it was there already: whoever put it may not have come this far, and our caller is about to say
+            # that it is safe.
+            self.sync()
+        return published
+
+    def sync(self) -> None:
+        """Make durable what has been put."""
+        _sync_folder(self.new)
 
     def waiting(self) -> list[Command]:
         """The commands not yet decided, oldest first. A damaged or hostile file is set aside as `*.bad`."""
@@ -129,18 +142,23 @@ class Inbox:
         self._refuse_links()
         name = f"{record.command.id}.json"
         _publish(self.done / name, msgspec.json.encode(record))
+        _sync_folder(self.done)
         (self.new / name).unlink(missing_ok=True)
+
+    def record(self, command_id: str) -> Record | None:
+        """What came of a command; None while it is not decided, or where that cannot be read."""
+        try:
+            return msgspec.json.decode(
+                read_plain_file(self.done / f"{command_id}.json", MAX_COMMAND_BYTES), type=Record
+            )
+        except (OSError, msgspec.MsgspecError, RecursionError):
+            return None
 
     def records(self) -> list[Record]:
         """Every decided command that can be read, oldest first."""
         self._refuse_links()
-        records = []
-        for path in self.done.glob("*.json"):
-            try:
-                records.append(msgspec.json.decode(read_plain_file(path, MAX_COMMAND_BYTES), type=Record))
-            except (OSError, msgspec.MsgspecError, RecursionError):
-                continue
-        return sorted(records, key=lambda record: record.decided)
+        found = [self.record(path.stem) for path in self.done.glob("*.json")]
+        return sorted([record for record in found if record is not None], key=lambda record: record.decided)
 
     def _read(self, path: Path) -> Command | None:
         try:
@@ -194,7 +212,7 @@ def read_plain_file(path: Path, most_bytes: int) -> bytes:
 
 
 def _publish(path: Path, content: bytes) -> bool:
-    """Write a file that is there whole or not at all, and on disk when this returns; False if it is there already."""
+    """Write a file that is there whole or not at all; False if it is there already. Its folder is not synced."""
     draft = path.parent / f".{path.name}.{os.getpid()}.{time.monotonic_ns()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -204,16 +222,16 @@ def _publish(path: Path, content: bytes) -> bool:
             os.fsync(file.fileno())
         try:
             os.link(draft, path)
-            published = True
         except FileExistsError:
-            published = False
-        # Also when it was there already: whoever linked it may not have come this far, and our caller is about to
-        # say that it is safe.
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return published
+            return False
+        return True
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -47,7 +47,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5}
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The receiver's certificate, and whose clients it trusts."""
+    """The receiver's certificate with its key, and the CA of the only clients that may come."""
 
     cert_file: str | None = None
     key_file: str | None = None
@@ -55,7 +55,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Receiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The webhook receiver."""
+    """The webhook receiver. `basic_auth_file` has lines of `user:password`."""
 
     listen: Address = Address("127.0.0.1:9402")
     bearer_token_file: str | None = None
@@ -112,34 +112,19 @@ def refuse_unsafe(receiver: Receiver) -> None:
     Raises:
         ValueError: one line that names the field and what to do.
     """
-    if receiver.basic_auth_file is not None:
-        raise ValueError("receiver.basic_auth_file: basic auth is not supported yet: use receiver.bearer_token_file")
-    for name in Tls.__struct_fields__:
-        if getattr(receiver.tls, name) is not None:
-            raise ValueError(f"receiver.tls.{name}: TLS is not supported yet: leave it out, and put a proxy in front")
-    if receiver.bearer_token_file is None and not receiver.listen.is_loopback():
+    tls = receiver.tls
+    if (tls.cert_file is None) != (tls.key_file is None):
+        given, missing = ("cert_file", "key_file") if tls.key_file is None else ("key_file", "cert_file")
+        raise ValueError(f"receiver.tls.{given}: without receiver.tls.{missing} there is no TLS: set both")
+    if tls.client_ca_file is not None and tls.cert_file is None:
+        raise ValueError("receiver.tls.client_ca_file: needs receiver.tls.cert_file and receiver.tls.key_file")
+    asks = (receiver.bearer_token_file, receiver.basic_auth_file, tls.client_ca_file)
+    if all(one is None for one in asks) and not receiver.listen.is_loopback():
         raise ValueError(
             f"receiver.listen: {receiver.listen} can be reached from other hosts, where anybody could command the"
-            " runs: set receiver.bearer_token_file, or listen on 127.0.0.1"
+            " runs: set receiver.bearer_token_file, receiver.basic_auth_file or receiver.tls.client_ca_file, or listen"
+            " on 127.0.0.1"
         )
-
-
-def read_token(path: str) -> str:
-    """The bearer token in a file, without the white space around it.
-
-    Raises:
-        ValueError: it cannot be read, or holds no token.
-    """
-    where = f"receiver.bearer_token_file: {path}"
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise ValueError(f"{where}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: wanted ASCII, found other bytes") from error
-    if not token or any(not "!" <= letter <= "~" for letter in token):
-        raise ValueError(f"{where}: wanted one token without spaces, found {'none' if not token else 'more'}")
-    return token
 
 
 def _config(content: Any) -> Config:  # noqa: ANN401 - whatever a YAML file may hold

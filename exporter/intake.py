@@ -63,44 +63,50 @@ class Intake:
     def take_all(self, alerts: list[Alert]) -> list[Answer]:
         """Take every alert; one that cannot be written does not hold the others back.
 
+        On return all of it is durable.
+
         Raises:
             OSError: a command or heartbeat could not be written, and a retry may help. The rest has been taken.
         """
         answers: list[Answer] = []
         failure: OSError | None = None
+        folders: dict[str, RunFolder] = {}
         for alert in alerts:
             try:
-                answers.append(self.take(alert))
+                answers.append(self._take(alert, folders))
             except OSError as error:
                 failure = error
                 name, run = alert.labels.get("alertname"), alert.labels.get("run")
                 logger.error("alert %.99r of run %.99r could not be written: %.300r", name, run, str(error))  # noqa: TRY400 - the error says it all; a full disk needs no traceback a second
+        for folder in folders.values():
+            folder.inbox.sync()
         if failure is not None:
             raise failure
         return answers
 
-    def take(self, alert: Alert) -> Answer:
-        """Decide about one alert and write what it leads to, durably.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        outcome, detail = self._judge(alert)
+    def _take(self, alert: Alert, folders: dict[str, RunFolder]) -> Answer:
+        """Decide about one alert and write what it leads to; `folders` are those of this delivery so far."""
+        outcome, detail = self._judge(alert, folders)
         self._counted(outcome)
         name, run = alert.labels.get("alertname"), alert.labels.get("run")
-        level = logging.DEBUG if outcome == "heartbeat" or alert.status == "resolved" else logging.INFO
+        usual = outcome in ("heartbeat", "duplicate") or alert.status == "resolved"
+        level = logging.DEBUG if usual else logging.INFO
         logger.log(level, "alert %.99r of run %.99r: %s%s", name, run, outcome, detail and f" ({detail})")
         return Answer(fingerprint=alert.fingerprint, alert=name, run=run, outcome=outcome, detail=detail)
 
-    def _judge(self, alert: Alert) -> tuple[AlertOutcome, str]:
+    def _judge(self, alert: Alert, folders: dict[str, RunFolder]) -> tuple[AlertOutcome, str]:
         """The outcome of an alert and a word on why."""
         obstacle = _obstacle(alert)
         if obstacle is not None:
             return "not_actionable", obstacle
-        folder = find_run(self._runs, alert.labels["run"])
+        run = alert.labels["run"]
+        folder = folders.get(run) or find_run(self._runs, run)
         if folder is None:
             return "unknown_run", "no job has made a folder of that name"
-        return self._beat(folder) if _is_heartbeat(alert) else self._queue(folder, alert)
+        if _is_heartbeat(alert):
+            return self._beat(folder)
+        folders[run] = folder
+        return self._queue(folder, alert)
 
     def _beat(self, folder: RunFolder) -> tuple[AlertOutcome, str]:
         now = self._now()
@@ -110,8 +116,16 @@ class Intake:
 
     def _queue(self, folder: RunFolder, alert: Alert) -> tuple[AlertOutcome, str]:
         now, started = self._now(), alert.started()
+        name = alert_identity(alert.fingerprint, alert.starts_at)
+        # What is known already is no news however old it is: Alertmanager repeats an alert for as long as it fires.
+        if folder.inbox.knows(name):
+            return "duplicate", ""
+        if now - started > self._stale_after_seconds:
+            return "stale", f"began {now - started:.0f} s ago, more than {self._stale_after_seconds:g} s"
+        if started - now > CLOCK_SKEW_SECONDS:
+            return "stale", f"begins {started - now:.0f} s from now: the clocks disagree"
         command = Command(
-            id=alert_identity(alert.fingerprint, alert.starts_at),
+            id=name,
             run=folder.path.name,
             action=cast("Action", alert.labels["action"]),
             source="alert",
@@ -123,13 +137,7 @@ class Intake:
             starts_at=started,
             reason=plain(alert.note("summary"), REASON_LETTERS),
         )
-        # What is known already is no news however old it is: Alertmanager repeats an alert for as long as it fires.
-        if not folder.inbox.knows(command.id):
-            if now - started > self._stale_after_seconds:
-                return "stale", f"began {now - started:.0f} s ago, more than {self._stale_after_seconds:g} s"
-            if started - now > CLOCK_SKEW_SECONDS:
-                return "stale", f"begins {started - now:.0f} s from now: the clocks disagree"
-        return ("queued", "") if folder.inbox.put(command) else ("duplicate", "")
+        return ("queued", "") if folder.inbox.put(command, sync=False) else ("duplicate", "")
 
 
 def _is_heartbeat(alert: Alert) -> bool:

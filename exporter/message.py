@@ -75,10 +75,11 @@ def decode(body: bytes) -> Message:
         ValueError: it is no Alertmanager message; one line that names the field.
     """
     try:
-        return _DECODER.decode(body)
+        # As text: the decoder itself passes over odd bytes in fields that it does not know.
+        return _DECODER.decode(body.decode("utf-8"))
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"Expected a JSON object: {error}") from error
 
 

@@ -14,7 +14,7 @@ from exporter.runs import find_run
 
 # Well below the time in which Prometheus wants an answer.
 LOOK_SECONDS = 2.0
-DELIVERY_OUTCOMES = (*ALERT_OUTCOMES, "bad_request", "unauthorized", "too_large", "unavailable")
+DELIVERY_OUTCOMES = (*ALERT_OUTCOMES, "bad_request", "unauthorized", "forbidden", "too_large", "unavailable")
 
 
 class _Registry(CollectorRegistry):

@@ -1,5 +1,6 @@
 """What the runs' folders tell of their runs, also of those whose job has ended. Only reads, never through a link."""
 
+import contextlib
 import heapq
 import os
 from dataclasses import dataclass
@@ -8,11 +9,12 @@ from pathlib import Path
 import msgspec
 
 from exporter.commands import read_plain_file
+from exporter.pull import NAME as REPORT_NAME
+from exporter.pull import read_report
 from exporter.runs import RunFolder, valid_run_name
 
 # Of the `state.json` that this reads; another one is not guessed at.
 STATE_SCHEMA = 1
-STATES = ("running", "incident_open", "budget_spent", "stopped_by_guard")
 # The newest by their state's time: a folder of old runs must not make series without end.
 MOST_RUNS = 200
 MOST_STATE_BYTES = 8 * 1024 * 1024
@@ -71,9 +73,12 @@ def _state_time(entry: os.DirEntry[str]) -> float | None:
     try:
         if not entry.is_dir(follow_symlinks=False):
             return None
-        return (Path(entry.path) / "state.json").lstat().st_mtime
+        for name in ("state.json", REPORT_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                return (Path(entry.path) / name).lstat().st_mtime
     except OSError:
         return None
+    return None
 
 
 def _status(folder: RunFolder, now: float) -> RunStatus:
@@ -81,10 +86,20 @@ def _status(folder: RunFolder, now: float) -> RunStatus:
         waits = folder.inbox.waits(now)
     except OSError:
         waits = []
-    return RunStatus(run=folder.path.name, states=_states(folder.path, now), waits=waits)
+    return RunStatus(run=folder.path.name, states=states_of(folder, now), waits=waits)
 
 
-def _states(path: Path, now: float) -> dict[str, bool]:
+def states_of(folder: RunFolder, now: float) -> dict[str, bool]:
+    """The states of a run; where its job has no folder here, as it has told them."""
+    reported = read_report(folder.path)
+    if reported is None:
+        return read_states(folder.path, now)
+    running = reported.states.get("running", False) and abs(now - reported.at) < RUNNING_SECONDS
+    return reported.states | {"running": running}
+
+
+def read_states(path: Path, now: float) -> dict[str, bool]:
+    """The states that a job's own folder tells, as far as they can be read."""
     states = {"running": _is_running(path / "lock", now)}
     try:
         state = msgspec.json.decode(read_plain_file(path / "state.json", MOST_STATE_BYTES), type=_State)

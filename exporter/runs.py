@@ -10,6 +10,8 @@ import msgspec
 from exporter.commands import Inbox
 
 SCHEMA = 1
+# What is told of a run, as `receiver_run_state` has it.
+STATES = ("running", "incident_open", "budget_spent", "stopped_by_guard")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

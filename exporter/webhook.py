@@ -1,10 +1,10 @@
 """The webhook receiver: Alertmanager posts alerts, the runs' inboxes get commands, the sender learns what came of each.
 
-`POST /alertmanager` wants the bearer token where one is set. Health and metrics are open, as Prometheus's own are.
+`POST /alertmanager` wants the token or password where one is set, and so do jobs that pull their commands. Health and
+metrics are open, as Prometheus's own are.
 """
 
 import asyncio
-import hmac
 import logging
 import os
 import time
@@ -19,8 +19,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from exporter.access import NOBODY_ASKED, Credentials
 from exporter.intake import Answer, Intake
 from exporter.message import decode
+from exporter.pull import NotPulledError, PulledRuns, Waiting, decode_report
 from exporter.receiver_metrics import LOOK_SECONDS, ReceiverMetrics
 
 MAX_BODY_BYTES = 1024 * 1024
@@ -58,32 +60,36 @@ def build_app(
     runs: Path,
     *,
     now: Callable[[], float] = time.time,
-    bearer_token: str | None = None,
+    credentials: Credentials = NOBODY_ASKED,
     stale_after_seconds: float = DEFAULT_STALE_AFTER_SECONDS,
     body_seconds: float = BODY_SECONDS,
     look_seconds: float = LOOK_SECONDS,
+    pull: bool = False,
 ) -> Starlette:
     """The receiver as an ASGI application.
 
     Args:
         runs: the folder that holds the runs' folders.
         now: the clock, in Unix seconds.
-        bearer_token: what a sender must show; None lets everybody in who can reach the address.
+        credentials: what a sender must show; without any, everybody is let in who can reach the address.
         stale_after_seconds: an alert that began longer ago than this is not acted on when it is first seen.
         body_seconds: how long a sender may take over its body.
         look_seconds: how long a scrape waits for the runs' folders to be read.
+        pull: whether jobs may pull their commands: only where a stranger cannot.
     """
     webhook = Webhook(
         runs,
         now=now,
-        bearer_token=bearer_token,
+        credentials=credentials,
         stale_after_seconds=stale_after_seconds,
         body_seconds=body_seconds,
         look_seconds=look_seconds,
+        pull=pull,
     )
     return Starlette(
         routes=[
             Route("/alertmanager", webhook.deliver, methods=["POST"]),
+            Route("/commands", webhook.commands, methods=["GET", "POST"]),
             Route("/-/healthy", webhook.healthy),
             Route("/-/ready", webhook.ready),
             Route("/metrics", webhook.metrics),
@@ -100,14 +106,16 @@ class Webhook:
         runs: Path,
         *,
         now: Callable[[], float],
-        bearer_token: str | None,
+        credentials: Credentials,
         stale_after_seconds: float,
         body_seconds: float,
         look_seconds: float,
+        pull: bool,
     ) -> None:
         self._runs = runs
-        self._token = None if bearer_token is None else bearer_token.encode()
+        self._credentials = credentials
         self._body_seconds = body_seconds
+        self._pulled = PulledRuns(runs, now) if pull else None
         self._metrics = ReceiverMetrics(runs, now=now, look_seconds=look_seconds)
         self._intake = Intake(
             runs=runs,
@@ -126,6 +134,13 @@ class Webhook:
                 self._metrics.count(refused.outcome)
                 logger.warning("delivery refused: %d, %.300r", refused.status, str(refused))
                 return _json(Refusal(error=str(refused)), refused.status, refused.headers)
+
+    async def commands(self, request: Request) -> Response:
+        """A job that shares no folder with us: GET tells what waits for its run, POST takes its report."""
+        try:
+            return _json(await self._exchange(request), 200)
+        except RefusedError as refused:
+            return _json(Refusal(error=str(refused)), refused.status, refused.headers)
 
     async def healthy(self, _: Request) -> Response:
         """The process answers."""
@@ -168,14 +183,35 @@ class Webhook:
             logger.warning("delivery for receiver %.99r: %s", message.receiver, warning)
         return Reply(alerts=answers, warning=warning)
 
+    async def _exchange(self, request: Request) -> Waiting:
+        """Take a job's report, if it is one, and tell what waits.
+
+        Raises:
+            RefusedError: it is nobody's run, or nobody we know.
+        """
+        self._authenticate(request)
+        if self._pulled is None:
+            raise RefusedError("forbidden", 403, "commands are told only where receiver.bearer_token_file is set")
+        run = request.query_params.get("run", "")
+        try:
+            if request.method == "POST":
+                report = decode_report(await self._body(request))
+                await run_in_threadpool(self._pulled.report, run, report)
+            return await run_in_threadpool(self._pulled.waiting, run)
+        except ValueError as error:
+            raise RefusedError("bad_request", 400, str(error)) from error
+        except NotPulledError as error:
+            raise RefusedError("bad_request", 409 if error.known else 404, f"run {run!r:.99}: {error}") from error
+        except OSError as error:
+            raise RefusedError("unavailable", 503, f"run's folder: {error.strerror or error}") from error
+
     def _authenticate(self, request: Request) -> None:
-        if self._token is None:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # Header values are decoded as Latin-1, so this gives the bytes that were sent.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise RefusedError("unauthorized", 401, "bearer token missing or wrong", headers)
+        # A page in somebody's browser may post to this host's loopback; browsers say so, and Alertmanager is none.
+        if "origin" in request.headers or "sec-fetch-site" in request.headers:
+            raise RefusedError("forbidden", 403, "requests of a browser are not taken")
+        if not self._credentials.admits(request.headers.get("authorization", "")):
+            headers = {"WWW-Authenticate": self._credentials.challenge}
+            raise RefusedError("unauthorized", 401, "token or password missing or wrong", headers)
 
     async def _body(self, request: Request) -> bytes:
         """The body; no more than the limit is ever held."""
@@ -197,7 +233,7 @@ class Webhook:
         return bytes(body)
 
 
-def _json(content: Reply | Refusal, status: int, headers: dict[str, str] | None = None) -> Response:
+def _json(content: Reply | Refusal | Waiting, status: int, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 

@@ -7,8 +7,10 @@ import torch
 from training import Batches, equal, tiny_model
 
 from trainer_plugin.actions import Actions, ClipLimit
+from trainer_plugin.checkpoints import manifest
 from trainer_plugin.checkpoints.layer_state import LayerState
 from trainer_plugin.checkpoints.retention import CheckpointsConfig
+from trainer_plugin.checkpoints.set_aside import SetAside
 from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.data.batches import Data
@@ -73,7 +75,11 @@ class Rig:
             state=self.state,
             layer_state=LayerState(self.model, [self.optimizer]),
             data=self.data,
+            save=self.save,
+            set_aside=SetAside(folder / "run", capture=lambda: self.state.capture({"step": 40}), place=lambda: (40, 0)),
         )
+        self.saves = [True]
+        self.saved = 0
         for step in range(1, 41):
             self.data.next_batch(step)
             if step % 10 == 0:
@@ -85,6 +91,11 @@ class Rig:
         """Set every weight."""
         for parameter in self.model.parameters():
             parameter.data.fill_(value)
+
+    def save(self) -> bool:
+        """Save, as the guard would."""
+        self.saved += 1
+        return self.saves[0]
 
     def apply(self, action: str, **options):
         """Carry a decision out at step 40."""
@@ -131,11 +142,61 @@ def test_note_does_nothing_and_is_done(rig):
     assert rig.weight == 40.0
 
 
-@pytest.mark.parametrize("action", ["skip_batch", "checkpoint"])
-def test_what_this_version_cannot_is_failed_and_said(rig, action):
-    """An action of a later version is answered, not ignored."""
-    result = rig.apply(action)
-    assert (result.outcome, result.detail) == ("failed", f"this version cannot {action}")
+def test_skip_batch_leaves_the_suspect_data_out_and_changes_nothing_else(rig):
+    """What the first bad step used, with its window, is left out from now on; weights, rate and position stay."""
+    result = rig.apply("skip_batch")
+    assert (result.outcome, result.detail) == ("done", "batches 30 to 55 are left out")
+    assert rig.data.quarantine == [result.quarantine]
+    assert (rig.weight, rig.learning_rate.factor, rig.data.position) == (40.0, 1.0, 40)
+    rig.apply("skip_batch", incident=incident(class_="bad_sample"))
+    assert [(one.first, one.last) for one in rig.data.quarantine] == [(30, 55), (35, 35)]
+    drawn = [rig.data.next_batch(41), rig.data.position]
+    assert (drawn[0][1], drawn[1]) == (16, 57)  # 40 to 55 were passed over.
+
+
+def test_skip_batch_in_quiet_times_is_one_batch(rig):
+    """Without an incident the data of just that step are meant; of a step that nobody remembers, none."""
+    quiet = Incident(id=0, first_step=40, detected_step=40, last_step=40)
+    assert rig.apply("skip_batch", incident=quiet).detail == "batches 39 to 39 are left out"
+    gone = Incident(id=0, first_step=9000, detected_step=9000, last_step=9000)
+    assert rig.apply("skip_batch", incident=gone).outcome == "failed"
+    assert len(rig.data.quarantine) == 1
+
+
+@pytest.mark.parametrize(("saved", "outcome"), [(True, "done"), (False, "failed")])
+def test_checkpoint_saves_now(rig, saved, outcome):
+    """A checkpoint that is asked for is begun at once, or said to be left out."""
+    rig.saves = [saved]
+    assert rig.apply("checkpoint").outcome == outcome
+    assert rig.saved == 1
+
+
+def test_a_stop_in_an_incident_sets_the_state_aside(rig, tmp_path):
+    """The state is whole in a folder of its own, where no tier has it; a second stop takes its place; none is saved."""
+    before = sorted(rig.checkpoints._local.folder.iterdir())
+    for _ in range(2):
+        result = rig.apply("stop")
+        assert (result.outcome, result.stop) == ("done", True)
+        (kept,) = (tmp_path / "run" / "stopped").iterdir()
+        assert str(kept) in result.detail
+    assert manifest.faults(kept, manifest.read(kept)) == []
+    assert manifest.read(kept).kind == "stopped"
+    assert (sorted(rig.checkpoints._local.folder.iterdir()), rig.saved) == (before, 0)
+
+
+def test_a_stop_in_quiet_times_saves_to_go_on_from(rig, tmp_path):
+    """What is well is an ordinary checkpoint, and nothing is set aside."""
+    result = rig.apply("stop", incident=Incident(id=0, first_step=40, detected_step=40, last_step=40))
+    assert (result.outcome, result.stop, rig.saved) == ("done", True, 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_keeps_no_run_from_being_stopped(rig, tmp_path):
+    """Where the state cannot be kept the run stops all the same, and says so."""
+    (tmp_path / "run").write_text("in the way")
+    result = rig.apply("stop")
+    assert (result.outcome, result.stop) == ("done", True)
+    assert "the state could not be kept" in result.detail
 
 
 def test_rollback_brings_all_back(rig):

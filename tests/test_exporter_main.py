@@ -6,12 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from receivers import running
 
 import alert_rules
 from exporter.__main__ import cli
@@ -27,32 +26,13 @@ sys.exit(cli(*sys.argv[2:]))
 """
 
 
-@contextmanager
-def _receiver(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running `python -m exporter`, and the address that it prints."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "exporter", *map(str, arguments)],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("receiver listening on http://"), line + process.stderr.read()
-        yield process, line.split()[-1]
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_it_serves_and_ends_on_sigterm(tmp_path):
     """A real process takes a real delivery with the token of its file, says that it has no GPUs, and ends with 0."""
     RunFolder(tmp_path / "runs", "gpt-0").inbox.create()
     (tmp_path / "token").write_text("s3cret\n")
     config = tmp_path / "exporter.yaml"
     config.write_text(f"runs: {tmp_path}/runs\nreceiver: {{bearer_token_file: {tmp_path}/token}}\n")
-    with _receiver("--config", config, "--listen", "127.0.0.1:0") as (process, url):
+    with running("--config", config, "--listen", "127.0.0.1:0") as (process, url):
         assert httpx.get(f"{url}/-/ready").status_code == 200
         body = {
             "version": "4",
@@ -81,7 +61,7 @@ def test_it_serves_and_ends_on_sigterm(tmp_path):
 
 def test_a_half_sent_delivery_does_not_hold_up_the_end(tmp_path):
     """SIGINT ends it although a sender is in the middle of its body and another keeps its connection."""
-    with _receiver("--runs", tmp_path, "--listen", "localhost:0") as (process, url):
+    with running("--runs", tmp_path, "--listen", "localhost:0") as (process, url):
         host, port = url.removeprefix("http://").rsplit(":", 1)
         host = host.strip("[]")
         idle = http.client.HTTPConnection(host, int(port))
@@ -103,7 +83,7 @@ def test_a_hanging_file_system_does_not_hold_up_the_end(tmp_path):
         b'{"version": "4", "alerts": [{"status": "firing", "labels": {"alertname": "TrainWatchdog", "run": "gpt-0"},'
         b' "startsAt": "2026-03-01T12:00:00Z", "fingerprint": "1"}]}'
     )
-    with _receiver("--runs", tmp_path, "--listen", "127.0.0.1:0") as (process, url):
+    with running("--runs", tmp_path, "--listen", "127.0.0.1:0") as (process, url):
         host, port = url.removeprefix("http://").split(":")
         connection = http.client.HTTPConnection(host, int(port))
         connection.request("POST", "/alertmanager", body=body)
@@ -129,8 +109,9 @@ def test_an_address_in_use_is_one_line_and_1(tmp_path, capsys):
         ("", ["--listen", "9402"], "--listen: Expected HOST:PORT"),
         ("", ["--listen", "0.0.0.0:9402"], "receiver.listen: 0.0.0.0:9402 can be reached from other hosts"),
         ("receiver: off\ngpu: off", [], "receiver: it is off, and so is gpu: nothing to serve"),
-        ("receiver: {basic_auth_file: x}", [], "receiver.basic_auth_file: basic auth is not supported yet"),
-        ("receiver: {tls: {cert_file: x}}", [], "receiver.tls.cert_file: TLS is not supported yet"),
+        ("receiver: {basic_auth_file: /none}", [], "receiver.basic_auth_file: /none: cannot be read"),
+        ("receiver: {tls: {cert_file: x}}", [], "receiver.tls.cert_file: without receiver.tls.key_file"),
+        ("receiver: {tls: {cert_file: /none, key_file: x}}", [], "receiver.tls.cert_file: /none: cannot be read"),
         ("receiver: {bearer_token_file: /none}", [], "receiver.bearer_token_file: /none: cannot be read"),
         ("", ["--port=1"], "unrecognized arguments: --port=1"),
         ("", ["flies"], "invalid choice: 'flies'"),
@@ -152,7 +133,7 @@ def test_an_explicit_address_turns_a_receiver_on_that_is_off(tmp_path):
     """An argument beats the file."""
     config = tmp_path / "exporter.yaml"
     config.write_text("receiver: off\ngpu: off\n")
-    with _receiver("--config", config, "--runs", tmp_path, "--listen", "127.0.0.1:0") as (process, url):
+    with running("--config", config, "--runs", tmp_path, "--listen", "127.0.0.1:0") as (process, url):
         assert httpx.get(f"{url}/-/healthy").text == "healthy\n"
         process.terminate()
         assert "no GPU metrics" not in process.stderr.read()

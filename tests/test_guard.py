@@ -1,6 +1,7 @@
 """The Guard in a plain loop: it heals what it should, at a boundary, and changes nothing of a healthy run."""
 
 import math
+import time
 
 import msgspec
 import pytest
@@ -201,7 +202,7 @@ def test_a_command_is_obeyed_at_a_boundary(make_guard, action, outcome):
     job = make_guard()
     job.run(25)
     inbox = job.guard._parts.folder.inbox
-    inbox.put(Command(id="a1", run="tiny", action=action, source="operator", received=1.0))
+    inbox.put(Command(id="a1", run="tiny", action=action, source="operator", received=time.time()))
     wait_for(job.guard._parts.loop.commands)
     assert actions(job, action, outcome, "operator") == 0
     job.step()

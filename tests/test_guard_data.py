@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def run(job, until, *, poison=()):
 
 def ask_for_rollback(guard):
     """Put an operator's command into the inbox, and see it arrive."""
-    guard._parts.folder.inbox.put(Command(id="a1", run="tiny", action="rollback", source="operator", received=1.0))
+    guard._parts.folder.inbox.put(
+        Command(id="a1", run="tiny", action="rollback", source="operator", received=time.time())
+    )
     wait_for(guard._parts.loop.commands)
 
 

@@ -3,6 +3,7 @@
 import math
 import shutil
 import threading
+import time
 
 import msgspec
 import pytest
@@ -127,7 +128,7 @@ def test_layers_go_back_by_a_persons_command(make_guard):
     tensors = read_tensors(next((job.guard._parts.checkpoints._local.folder).glob("step-000000030-*")))
     inbox = job.guard._parts.folder.inbox
     inbox.put(
-        Command(id="a1", run="tiny", action="partial_rollback", source="operator", received=1.0, layers=("3",))
+        Command(id="a1", run="tiny", action="partial_rollback", source="operator", received=time.time(), layers=("3",))
     )  # fmt: skip
     wait_for(job.guard._parts.loop.commands)
     job.step()

@@ -26,19 +26,20 @@ ORDER = (
     "signals", "detection.detectors", "detection.ordered_window", "detection.tail", "detection.robust",
     "detection.drift", "detection.level", "detection.oscillation", "detection.loss_scale",
     "detection.hard_batches", "detection.nonfinite", "detection.recovery", "detection.readings",
-    "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.incidents",
-    "policy.decisions", "policy.partial", "policy.budget", "policy.state", "policy.alerts", "policy.ladder",
-    "data.sampler", "data.source", "data.batches", "scenes.scene", "scenes.step_line", "scenes.overview",
-    "checkpoints.manifest", "checkpoints.retention", "checkpoints.inventory", "checkpoints.inventory_table",
-    "checkpoints.time_limit",
+    "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.table", "policy.incidents",
+    "policy.escalation", "policy.decisions", "policy.partial", "policy.budget", "policy.state", "policy.alerts",
+    "policy.ladder", "data.sampler", "data.source", "data.batches", "scenes.scene", "scenes.step_line",
+    "scenes.overview", "checkpoints.manifest",
+    "checkpoints.retention", "checkpoints.inventory", "checkpoints.inventory_table", "checkpoints.time_limit",
+    "operator_command", "effects",
     # Torch, and no policy.
     "step.row", "step.norms", "step.probe", "step.untraced", "step.layer_signals", "step.accumulation",
     "step.unscaling", "step.shield", "learning_rate", "schedule", "faults", "placement", "checkpoints.plain",
     "checkpoints.rng", "checkpoints.proof", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
-    "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.store",
+    "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.set_aside", "checkpoints.store",
     # What sees both rows.
     "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions",
-    "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "journal", "errors", "parts",
+    "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "pull", "journal", "errors", "parts",
     "boundary", "guard", "__init__", "hf", "lightning",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("step.row")]

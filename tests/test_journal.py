@@ -9,6 +9,7 @@ from trainer_plugin.checkpoints.manifest import Manifest
 from trainer_plugin.checkpoints.state import Snapshot
 from trainer_plugin.checkpoints.store import Loaded
 from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.effects import EFFECT_STEPS
 from trainer_plugin.journal import Journal
 from trainer_plugin.policy.decisions import Decision, Moment, Refusal
 from trainer_plugin.policy.incidents import Incident, Remedy
@@ -104,6 +105,49 @@ def test_a_refusal_is_counted_and_told(desk):
     (line,) = desk.trail()
     assert line["kind"] == "refused"
     assert (line["step"], line["steps_total"], line["outcome"], line["detail"]) == (40, 45, "stale", "over")
+
+
+@pytest.mark.parametrize("outcome", ["done", "refused_budget"])
+def test_the_trail_says_who_asked_and_why(desk, outcome):
+    """An operator's name and words are in the trail, whatever came of the command."""
+    command = Command(
+        id="o1", run="tiny", action="lower_lr", source="operator", received=1.0, reason="too noisy", by="kim@login1"
+    )  # fmt: skip
+    if outcome == "done":
+        decision = Decision(
+            action="lower_lr", source="operator", reason="too noisy", incident=incident(), command=command
+        )  # fmt: skip
+        remedy = Remedy(action="lower_lr", step=40, steps_total=45, source="operator", outcome="done", command="o1")
+        desk.journal.action(decision, remedy, None)
+    else:
+        refusal = Refusal(action="lower_lr", source="operator", outcome=outcome, detail="spent", command=command)
+        desk.journal.refusal(refusal, MOMENT)
+    (line,) = desk.trail()
+    assert (line["by"], line["asked"], line["command"]) == ("kim@login1", "too noisy", "o1")
+
+
+def test_the_outer_loops_silence_and_return_are_told_once(desk, caplog):
+    """Until the first sign of life nothing is said; then each change is, in the log and in the trail (R23)."""
+    for step, up in enumerate([False, True, True, False, False, True]):
+        desk.journal.outer_loop(up=up, step=step)
+    assert [(line["step"], line["up"]) for line in desk.trail()] == [(1, True), (3, False), (5, True)]
+    assert "step 3: the outer loop is silent: the job decides alone" in caplog.text
+
+
+def test_the_trail_says_what_an_action_did_to_the_loss(desk):
+    """The level before a rollback and after it is one more line, once enough steps were run; a note has none."""
+    for loss in [7.0] * 30:
+        desk.journal.loss(loss)
+    for action in ("rollback", "note"):
+        decision = Decision(action=action, source="local", reason="so", incident=incident())
+        remedy = Remedy(action=action, step=40, steps_total=45, source="local", outcome="done")
+        desk.journal.action(decision, remedy, None)
+    for loss in [2.0] * EFFECT_STEPS:
+        desk.journal.loss(loss)
+    *_, line = desk.trail()
+    assert [each["kind"] for each in desk.trail()] == ["action", "action", "effect"]
+    wanted = {"action": "rollback", "step": 40, "incident": 3, "loss_before": 7.0, "loss_after": 2.0}
+    assert wanted.items() <= line.items()
 
 
 def test_whoever_asked_gets_an_answer(desk):

@@ -639,7 +639,7 @@ def test_the_budget_of_a_place_is_kept(job):
     """More rollbacks than `same_target` to one place are refused, once in words and never again by itself."""
     job.loop_up = False
     said = []
-    for _ in range(2000):
+    for _ in range(3 * SUSTAINED_STEPS + COOLDOWN_STEPS - 1):  # One step later the run is stopped.
         job.see("robust:loss")
         said += job.obey(to_step=900)
     assert [went[0] for went in job.went] == ["clip", "rollback", "rollback"]

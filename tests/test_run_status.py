@@ -3,14 +3,15 @@
 import json
 import os
 import socket
+import time
 
 import msgspec
 import pytest
 from training import kick, spoil_weights, wait_for
 
 from exporter.commands import Command
-from exporter.run_status import MOST_STATE_BYTES, STATE_SCHEMA, STATES, read_runs
-from exporter.runs import RunFolder
+from exporter.run_status import MOST_STATE_BYTES, STATE_SCHEMA, read_runs
+from exporter.runs import STATES, RunFolder
 from trainer_plugin import run_folder
 from trainer_plugin.policy.state import PolicyState
 from trainer_plugin.run_folder import JobFolder, RunState
@@ -208,7 +209,7 @@ def test_a_stop_that_an_operator_wants_is_no_news(make_guard, source, told_of):
     """A run that an alert stops is told of; who stops it by hand knows."""
     job = make_guard()
     job.run(25)
-    stop = Command(id="a1", run="tiny", action="stop", source=source, received=1.0, alert="TheirOwn")
+    stop = Command(id="a1", run="tiny", action="stop", source=source, received=time.time(), alert="TheirOwn")
     job.guard._parts.folder.inbox.put(stop)
     wait_for(job.guard._parts.loop.commands)
     job.step()

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
+from exporter.catalog import ACTIONS
 from trainer_plugin.backtest.command import check_targets, read_options, run_backtest, write_result
 from trainer_plugin.backtest.notes import printable
 from trainer_plugin.checkpoints.inventory import take_inventory
 from trainer_plugin.checkpoints.inventory_table import inventory_table
 from trainer_plugin.demo.scenarios import SCENARIOS
+from trainer_plugin.operator_command import await_record, send_command
 from trainer_plugin.report.command import run_report
 
 _DEMO_EXAMPLE = """example:
@@ -43,12 +45,24 @@ Only reads: it may run beside the job, after its death, and on a host without to
 exit code: 0 done, 2 bad usage"""
 
 
+_COMMAND_EXAMPLE = """examples:
+  python -m trainer_plugin command runs/gpt-0 rollback --reason "loss is off since the merge"
+  python -m trainer_plugin command runs/gpt-0 partial_rollback --layers blocks.3 blocks.4
+  python -m trainer_plugin command runs/gpt-0 stop --wait 600
+
+The job obeys at its next step, within its budget; incidents.jsonl in the run folder keeps who asked and what came of
+it. Where the job pulls its commands, RUN_DIR is the run's folder at the receiver.
+exit code: 0 done, 1 refused, failed or not answered in time, 2 bad usage"""
+
+
 def cli(arguments: Sequence[str]) -> int:
     """Run one command; return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     try:
-        commands = {"backtest": _backtest, "checkpoints": _checkpoints, "demo": _demo, "report": _report}
+        commands = {
+            "backtest": _backtest, "checkpoints": _checkpoints, "command": _command, "demo": _demo, "report": _report,
+        }  # fmt: skip
         return commands[options.command](options)
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
@@ -118,6 +132,26 @@ def _report(options: argparse.Namespace) -> int:
     return run_report(options.run_dir, options.out)
 
 
+def _command(options: argparse.Namespace) -> int:
+    if not 0.0 <= options.wait < float("inf"):
+        raise ValueError(f"--wait: wanted seconds, at least 0, found {options.wait}")
+    folder: Path = options.run_dir
+    command = send_command(folder, options.action, layers=tuple(options.layers), reason=options.reason)
+    if not options.wait:
+        print(f"{command.run}: {command.action} is asked for, as command {command.id}")
+        return 0
+    record = await_record(folder, command, options.wait)
+    if record is None:
+        print(
+            f"trainer_plugin: {command.run}: {command.action} not decided within {options.wait:g} s, and may be yet",
+            file=sys.stderr,
+        )
+        return 1
+    answer = f"{command.run}: {command.action} {record.outcome} at step {record.at_step}: {record.detail or '-'}"
+    print(printable(answer), file=sys.stdout if record.outcome == "done" else sys.stderr)
+    return 0 if record.outcome == "done" else 1
+
+
 def _show_progress(what: str) -> None:
     """The thing under way, on one line that the next one takes the place of; only for people."""
     if sys.stderr.isatty():
@@ -132,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_backtest(commands)
     _add_checkpoints(commands)
     _add_report(commands)
+    _add_command(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small GPT on real text, break it, and watch it heal",
@@ -202,6 +237,27 @@ def _add_report(commands: Any) -> None:  # noqa: ANN401 - argparse's own class h
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, such as runs/gpt-0")
     report.add_argument("--out", type=Path, metavar="FILE", help="where to (default: report.html in that folder)")
+
+
+def _add_command(commands: Any) -> None:  # noqa: ANN401
+    command = commands.add_parser(
+        "command",
+        help="ask a running job for an action",
+        description="Ask a running job for an action, through the same inbox and policy as an alert does, and wait for "
+        "what comes of it.",
+        epilog=_COMMAND_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, such as runs/gpt-0")
+    command.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    command.add_argument("--reason", default="", metavar="TEXT", help="why, for the trail")
+    command.add_argument(
+        "--layers", nargs="+", default=[], metavar="LAYER",
+        help="what a partial_rollback takes back (default: those that surged)",
+    )  # fmt: skip
+    command.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to wait for the outcome (default: 60)"
+    )
 
 
 if __name__ == "__main__":

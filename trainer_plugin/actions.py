@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.set_aside import SetAside
 from trainer_plugin.checkpoints.state import Snapshot, TrainingState
 from trainer_plugin.checkpoints.store import Checkpoints, Loaded
 from trainer_plugin.data.batches import Data, Quarantine
@@ -22,6 +23,8 @@ _WRITER_WAIT_SECONDS = 10.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """What came of an action. A rollback has `loaded`; `stop` says that the job must not go on.
+
+    `quarantine` are data to be left out from now on.
 
     Of a partial one only `layers` have gone back: the run stands where it stood.
     """
@@ -61,6 +64,8 @@ class Actions:
         state: TrainingState,
         layer_state: LayerState,
         data: Data | None,
+        save: Callable[[], bool],
+        set_aside: SetAside,
     ) -> None:
         self._config = config
         self._lr_floor = lr_floor
@@ -70,6 +75,8 @@ class Actions:
         self._state = state
         self._layer_state = layer_state
         self._data = data
+        self._save = save
+        self._set_aside = set_aside
 
     def apply(self, decision: Decision, moment: Moment) -> Result:
         """Do what was decided. Errors of the disk or of a checkpoint become an outcome, not an exception."""
@@ -80,11 +87,40 @@ class Actions:
         if decision.action in ("rollback", "partial_rollback"):
             go_back = self._rollback if decision.action == "rollback" else self._partial_rollback
             return go_back(decision, moment)
-        if decision.action == "stop":
-            return Result(outcome="done", detail=decision.reason, stop=True)
-        if decision.action == "note":
-            return Result(outcome="done", detail=decision.reason)
-        return Result(outcome="failed", detail=f"this version cannot {decision.action}")
+        others = {"skip_batch": self._skip_batch, "checkpoint": self._checkpoint, "stop": self._stop}
+        if decision.action in others:
+            return others[decision.action](decision, moment)
+        return Result(outcome="done", detail=decision.reason)  # A note.
+
+    def _skip_batch(self, decision: Decision, _: Moment) -> Result:
+        """Leave the suspect data out from now on; what was trained on them stays."""
+        quarantine = self._suspect_data(decision.incident, decision.widen)
+        if self._data is None or quarantine is None:
+            return Result(outcome="failed", detail="the data of that step are not known, or come no more")
+        self._data.quarantine = [*self._data.quarantine, quarantine]
+        return Result(
+            outcome="done",
+            detail=f"batches {quarantine.first} to {quarantine.last} are left out",
+            quarantine=quarantine,
+        )
+
+    def _checkpoint(self, _: Decision, moment: Moment) -> Result:
+        if not self._save():
+            return Result(outcome="failed", detail="the last one is still being written")
+        return Result(outcome="done", detail=f"step {moment.step} is being written into both tiers")
+
+    def _stop(self, decision: Decision, moment: Moment) -> Result:
+        """Stop. What is well is saved, to go on from; in an incident the state is evidence, and is set aside."""
+        try:
+            if decision.incident.id:
+                where = f"the state is set aside in {self._set_aside.keep()}"
+            else:
+                self._checkpoints.wait(_WRITER_WAIT_SECONDS)
+                where = f"step {moment.step} is saved" if self._save() else "the last checkpoint is still being written"
+        except Exception as error:  # noqa: BLE001 - a disk that is full keeps no run from being stopped
+            _log.warning("step %d: the state could not be kept: %s", moment.step, error)
+            where = f"the state could not be kept: {error}"
+        return Result(outcome="done", detail=f"{decision.reason or 'asked for'}; {where}", stop=True)
 
     def _tighten_clip(self, moment: Moment) -> Result:
         if self._config.clip_max_norm is None:
@@ -172,7 +208,7 @@ class Actions:
         if self._data is None:
             return None
         first, last = incident.first_step, incident.first_step
-        if incident.class_ != "bad_sample":
+        if incident.id and incident.class_ != "bad_sample":
             first, last = first - SUSPECT_BEFORE_STEPS * widen, last + SUSPECT_AFTER_STEPS * widen
         reason = f"{incident.class_} at step {incident.first_step}"
         return self._data.suspect(first, last, incident=incident.id, reason=reason)

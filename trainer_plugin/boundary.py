@@ -53,6 +53,7 @@ class Boundary:
             loop_up=parts.loop.up and not self._local_only,
             target_step=history.target_step(parts.policy.open_incident),
         )
+        parts.journal.outer_loop(up=moment.loop_up, step=moment.step)
         parts.errors.attempt(parts.reader.settle, history.step, step=history.step)  # Before anything changes.
         # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
         for part in (self._judge, self._act, self._show):
@@ -80,6 +81,7 @@ class Boundary:
             if signals.withheld is not None:
                 parts.schedule.take_back()
             parts.recorder.add(signals)
+            parts.journal.loss(signals.loss)
             readings, verdicts = parts.monitor.update(signals)
             parts.errors.attempt(partial(self._record, signals, readings, verdicts), moment, step=signals.step)
             weights_finite = True
@@ -123,7 +125,9 @@ class Boundary:
         if not self._obey(moment):
             if parts.history.prove(parts.config.checkpoints.proof_steps, parts.policy.open_incident):
                 parts.save_proof()
-            if asked is not None and not self.stopping:
+            if self.stopping:
+                pass  # What has to be kept is.
+            elif asked is not None:
                 parts.save_last_checkpoint()
             elif parts.history.step % parts.config.checkpoints.every == 0:
                 parts.save_checkpoint()
@@ -169,9 +173,9 @@ class Boundary:
         if gone_back is not None:
             parts.history.went_back_to(gone_back)
             parts.reader.forget()
-            if result.quarantine is not None:
-                parts.loop.write(partial(parts.folder.add_quarantine, result.quarantine))
             parts.page.add("train_rollback_lost_steps_total", moment.step - parts.history.step)
+        if result.quarantine is not None:
+            parts.loop.write(partial(parts.folder.add_quarantine, result.quarantine))
         if result.stop and decision.source != "operator":
             parts.policy.state.stopped_step = moment.step
         parts.save_state()

@@ -47,6 +47,27 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("`activations` needs `layers_every` above 0")
 
 
+class PullConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`pull:` of guard.yaml, for a job that shares no folder with the receiver: its address, and what it asks for.
+
+    `ca_file` is for a receiver whose certificate no public CA has signed; `cert_file` and `key_file` are the job's own.
+    """
+
+    url: str | None = None
+    bearer_token_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.url is not None and re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", self.url) is None:
+            raise ValueError(f"`url` must be http(s)://HOST:PORT, found {self.url!r}")
+        if self.url is not None and self.bearer_token_file is None and self.cert_file is None:
+            raise ValueError("`url` needs `bearer_token_file` or `cert_file`: commands are not told to strangers")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("`cert_file` and `key_file` are wanted together")
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """guard.yaml. Every key is optional; relative folders are relative to the working directory of the job."""
 
@@ -59,6 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     budget: BudgetConfig = BudgetConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     recorder_steps: int = 2000
+    pull: PullConfig = PullConfig()
 
     def __post_init__(self) -> None:
         if self.recorder_steps < 0:

@@ -1,6 +1,7 @@
 """The journal: every incident, action and refusal, told in the log, on the page, in the trail and to who asked."""
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -10,12 +11,15 @@ from exporter.commands import Command, Outcome, Record
 from exporter.page import Page
 from trainer_plugin.checkpoints.store import Loaded
 from trainer_plugin.control_loop import ControlLoop
+from trainer_plugin.effects import Effects
 from trainer_plugin.policy.decisions import Decision, Moment, Refusal
 from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.scenes.scene import Scene
 
 _log = logging.getLogger(__name__)
+# The actions that shall change the loss.
+_FELT = {"clip", "lower_lr", "skip_batch", "rollback", "partial_rollback"}
 
 
 class Journal:
@@ -25,6 +29,8 @@ class Journal:
         self._page = page
         self._loop = loop
         self._folder = folder
+        self._effects = Effects()
+        self._loop_up = False
 
     def incident(self, incident: Incident, step: int) -> None:
         """An incident opened, or healed."""
@@ -53,12 +59,35 @@ class Journal:
             remedy.step, remedy.action, remedy.alert or remedy.source, decision.reason, remedy.outcome, remedy.detail,
         )  # fmt: skip
         entry = {"incident": decision.incident.id, "reason": decision.reason, **msgspec.to_builtins(remedy)}
+        entry |= _asked(decision.command)
+        if remedy.outcome == "done" and remedy.action in _FELT:
+            self._effects.acted(remedy.action, step=remedy.step, incident=decision.incident.id)
         if loaded is not None:
             tiers = {tier: "damaged" if tier in loaded.degraded else "whole" for tier in TIERS}
             entry |= {"tier": loaded.tier, "tiers": tiers}
             step = loaded.manifest.step
             entry |= {"layers": list(layers), "layers_step": step} if layers else {"to_step": step}
         self.trail("action", entry)
+
+    def loss(self, loss: float) -> None:
+        """The loss of one step: what an earlier action did to it is told when enough of it is known."""
+        for effect in self._effects.see(loss):
+            _log.info(
+                "%s at step %d: loss %s before, %s after",
+                effect.action,
+                effect.step,
+                effect.loss_before,
+                effect.loss_after,
+            )
+            self.trail("effect", asdict(effect))
+
+    def outer_loop(self, *, up: bool, step: int) -> None:
+        """Whether the outer loop is alive, at this step; told when it changes."""
+        if up != self._loop_up:
+            self._loop_up = up
+            who = "is alive: its alerts ask for the slow remedies" if up else "is silent: the job decides alone"
+            _log.warning("step %d: the outer loop %s", step, who)
+            self.trail("outer_loop", {"step": step, "up": up})
 
     def scene(self, scene: Scene, seconds: float) -> None:
         """What an incident began with has been stored."""
@@ -79,6 +108,7 @@ class Journal:
             "alert": refusal.command.alert if refusal.command else None,
             "outcome": refusal.outcome,
             "detail": refusal.detail,
+            **_asked(refusal.command),
         }
         self.trail("refused", entry)
 
@@ -92,3 +122,11 @@ class Journal:
     def trail(self, kind: str, entry: dict[str, Any]) -> None:
         """A line of the run's trail."""
         self._loop.write(lambda: self._folder.log(kind, entry))
+
+
+def _asked(command: Command | None) -> dict[str, Any]:
+    """Who asked for something, where anybody did."""
+    if command is None:
+        return {}
+    asked = {"command": command.id, "asked": command.reason, "by": command.by or command.alert}
+    return {name: value for name, value in asked.items() if value}

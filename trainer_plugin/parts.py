@@ -16,6 +16,7 @@ from trainer_plugin.actions import Actions, ClipLimit
 from trainer_plugin.checkpoints.layer_state import LayerState
 from trainer_plugin.checkpoints.plain import encode_plain
 from trainer_plugin.checkpoints.proof import LossFn, Proof
+from trainer_plugin.checkpoints.set_aside import SetAside
 from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.config import Config
@@ -29,6 +30,7 @@ from trainer_plugin.journal import Journal
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.placement import placement_of
 from trainer_plugin.policy.ladder import Policy
+from trainer_plugin.pull import Puller
 from trainer_plugin.run_folder import JobFolder, RunState
 from trainer_plugin.scenes.overview import Overview
 from trainer_plugin.scenes.recorder import Recorder
@@ -98,7 +100,7 @@ class Parts:
         config = self.config
         self.checkpoints = Checkpoints(config.checkpoints, config.run, on_failure=self.count_checkpoint_failure)
         self.checkpoints.open()
-        self._run_state = self.folder.state or self._recovered_state()
+        self._run_state = self.folder.state or self.folder.recovered_state(lasting_copy(self.checkpoints))
         state = self._run_state
         self.checkpoints.lineage, self.checkpoints.proven_step = state.lineage, state.proven_step
         self.monitor = Monitor(config.detection)
@@ -135,6 +137,12 @@ class Parts:
             state=self.state,
             layer_state=LayerState(model, optimizers),
             data=self.data,
+            save=partial(self.save_checkpoint, everywhere=True),
+            set_aside=SetAside(
+                self.folder.path,
+                capture=lambda: self.state.capture(self.history.rewinding()),
+                place=lambda: (self.history.step, self.history.branch),
+            ),
         )
         self.reader = StepReader(
             self.probe,
@@ -179,12 +187,17 @@ class Parts:
         undo.callback(self.endpoint.close)
         self.page = self.endpoint.page
         self.errors = Errors(self.config.run, self.page)
-        self.loop = ControlLoop(
-            self.folder, on_error=lambda error: self.errors.hold_back(error, step=self.history.step)
-        )
+
+        def hold_back(error: Exception) -> None:
+            self.errors.hold_back(error, step=self.history.step)
+
+        self.loop = ControlLoop(self.folder, on_error=hold_back)
         self.journal = Journal(self.page, self.loop, self.folder)
         self.loop.start()
         undo.callback(self.loop.stop)
+        self.puller = Puller(self.config.pull, self.folder, self.config.run, on_error=hold_back)
+        self.puller.start()
+        undo.callback(self.puller.stop)
         self.stop_signals = StopSignals()
         self.stop_signals.install()
         undo.callback(self.stop_signals.remove)
@@ -212,6 +225,7 @@ class Parts:
         """Finish writing, take the hooks off, and leave the run folder: each of them, even if one fails."""
         with ExitStack() as undo:  # The last one first.
             undo.callback(self.folder.lock.release)
+            undo.callback(self.puller.stop)  # After the last state and outcome are in the folder.
             undo.callback(self.loop.stop)
             undo.callback(self.save_state)
             undo.callback(self.overview.save)
@@ -247,8 +261,8 @@ class Parts:
             clip_until=self.clip.tight_until,
         )
 
-    def save_checkpoint(self, *, everywhere: bool = False) -> None:
-        """Save in the background; what fails or has to be left out is counted."""
+    def save_checkpoint(self, *, everywhere: bool = False) -> bool:
+        """Save in the background; what fails or has to be left out (False) is counted."""
         try:
             saved = self.history.save(msgspec.to_builtins(self.run_state()), everywhere=everywhere)
         except Exception:
@@ -258,6 +272,7 @@ class Parts:
             _log.warning("step %d: checkpoint left out, the last one is still being written", self.history.step)
             self.count_checkpoint_failure(self.checkpoints.writes_to)
         self.save_state()
+        return saved
 
     def save_last_checkpoint(self) -> None:
         """As above, but never left out, and into both tiers: this host may be gone when the run goes on."""
@@ -267,18 +282,6 @@ class Parts:
     def count_checkpoint_failure(self, tier: str) -> None:
         """Put it on the page."""
         self.page.add("train_checkpoint_failures_total", 1.0, tier)
-
-    def _recovered_state(self) -> RunState:
-        """For a run without its folder's state: the copy in the newest checkpoint, or a new one."""
-        copy = lasting_copy(self.checkpoints)
-        if copy is None:
-            return RunState()
-        _log.warning("run %s: state.json is gone: its copy in the newest checkpoint is used", self.config.run)
-        state = msgspec.convert(copy, RunState)
-        for entry in state.quarantine:
-            if entry not in self.folder.quarantine:
-                self.folder.add_quarantine(entry)
-        return state
 
     def _info(self) -> dict[str, str]:
         return {

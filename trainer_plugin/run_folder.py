@@ -171,6 +171,17 @@ class JobFolder:
         self.quarantine.append(entry)
         _append(self.path / "quarantine.jsonl", msgspec.json.encode(entry))
 
+    def recovered_state(self, copy: dict[str, Any] | None) -> RunState:
+        """For a run without its folder's state: the copy in its newest checkpoint, or a new one."""
+        if copy is None:
+            return RunState()
+        _log.warning("run %s: state.json is gone: its copy in the newest checkpoint is used", self.path.name)
+        state = msgspec.convert(copy, RunState)
+        for entry in state.quarantine:
+            if entry not in self.quarantine:
+                self.add_quarantine(entry)
+        return state
+
     def _load_state(self) -> RunState | None:
         try:
             content = self._state_path.read_bytes()

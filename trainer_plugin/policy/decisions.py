@@ -15,7 +15,8 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`actions:` of guard.yaml.
 
     With `partial_rollback` the layers that surged go back before the whole run does, where they are `partial_layers`
-    at most; a person's command may ask for it in any case.
+    at most; a person's command may ask for it in any case. `last_resort` is what is done when it was refused to go back
+    and the run is no better: stop it, or let people decide.
     """
 
     clip_max_norm: float | None = 1.0
@@ -33,6 +34,7 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     suspect_data: Literal["skip", "reweight"] = "skip"
     suspect_weight: float = 0.1
     alert_grace_seconds: float = 30.0
+    last_resort: Literal["stop", "go_on"] = "stop"
 
     def __post_init__(self) -> None:
         if self.clip_max_norm is not None and not self.clip_max_norm > 0.0:

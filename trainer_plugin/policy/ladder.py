@@ -1,19 +1,4 @@
-"""The policy: verdicts and commands meet here, and at most one action a boundary comes out. Pure: no torch, no files.
-
-| sign                                       | remedy                            | who acts                          |
-|--------------------------------------------|-----------------------------------|-----------------------------------|
-| loss or gradient not finite                | step withheld (by the shield)     | the job, at once                  |
-| gradient norm > `grad_norm_ratio` x EMA    | clipped in that step, then lower_lr | the job, at once                |
-| loss or norm out of its robust band        | clip, tightened                   | the job, at once                  |
-| loss and norm both out of their bands      | withheld, if `withhold_spikes`    | the job, at once                  |
-| loss drifts or oscillates, AMP scale low   | lower_lr                          | the alert, else the job (grace)   |
-| loss unrecovered for `sustained_steps`     | rollback (`partial_rollback`: of  | the alert, else the job (grace)   |
-|                                            | a few layers first, if they fit)  |                                   |
-| `NO_UPDATES_STEPS` withheld in a row       | rollback                          | the alert, else the job (grace)   |
-| weights not finite                         | rollback; stop if there is no way | the job, at once                  |
-
-"The job" means mode `auto`: in `observe` it says what it would have done, in `assist` it obeys commands only.
-"""
+"""The policy: verdicts and commands meet here, and at most one action a boundary comes out, by the table. Pure."""
 
 from exporter.commands import Command
 from trainer_plugin.detection.detectors import Verdict
@@ -22,6 +7,7 @@ from trainer_plugin.detection.readings import Readings
 from trainer_plugin.policy.alerts import OWN_SIGNALS, Known, already_over
 from trainer_plugin.policy.budget import BudgetConfig, Rollback, in_vain, overspent
 from trainer_plugin.policy.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
+from trainer_plugin.policy.escalation import answered, refused_rollback, settling
 from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.policy.partial import partial_layers, rollback_kind
 from trainer_plugin.policy.state import PolicyState
@@ -150,6 +136,8 @@ class Policy:
             detail=detail,
         )
         decision.incident.remedies.append(remedy)
+        if not decision.incident.id and outcome == "done":
+            self.state.asked[decision.action] = moment.steps_total
         if to_step is not None:
             self.state.rollbacks.append(
                 Rollback(
@@ -178,37 +166,30 @@ class Policy:
         if self.mode == "observe":
             return refuse("observed", "mode is observe")
         incident, action = self.open_incident, str(command.action)
+        known = Known(
+            moment=moment,
+            rollbacks=self.state.rollbacks,
+            undone_until=self.state.undone_until,
+            incident=incident,
+            readings=self._readings,
+            weights_finite=self._weights_finite,
+        )
+        handled = already_over(command, known)
+        if handled is not None:
+            return refuse(*handled)
         if command.source == "alert":
-            known = Known(
-                moment=moment,
-                rollbacks=self.state.rollbacks,
-                undone_until=self.state.undone_until,
-                incident=incident,
-                readings=self._readings,
-                weights_finite=self._weights_finite,
-            )
-            handled = already_over(command, known)
-            if handled is not None:
-                return refuse(*handled)
             if self._cooling(command.action, moment):
-                return refuse("refused_cooldown", f"the last {command.action} has not had its time yet")
+                return refuse("refused_cooldown", f"the last {command.action}, or what is gentler, needs its time")
             action = rollback_kind(incident, self._readings, self._actions) if action == "rollback" else action
         if "rollback" in action:
             refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             if refused:
                 return refuse("refused_budget", refused)
-        if incident is None and command.action == "note":
-            # Evidence for an incident to come is none itself: it must hold no checkpoint back.
-            incident = Incident(id=0, first_step=moment.step, detected_step=moment.step, last_step=moment.step)
-        elif incident is None:
-            incident = self.state.open(command.step or moment.step, moment.step, moment.steps_total)
-            incident.evidence.append(
-                f"step {moment.step}: {command.alert or command.source} asked for {command.action}"
-            )
+        incident = self.state.incident_for(command, moment.step, moment.steps_total)
         return self._decision(action, command.source, command.reason, incident=incident, moment=moment, command=command)
 
     def _wish(self, moment: Moment) -> Decision | Refusal | None:
-        """What the job would do by itself, in the order of the table above."""
+        """What the job would do by itself, in the order of the table."""
         incident, readings = self.open_incident, self._readings
         if incident is None or readings is None:
             return None
@@ -220,7 +201,7 @@ class Policy:
             return self._local("lower_lr", "gradient surge", incident, moment)
         slow = self._slow(incident, readings, moment)
         if slow is not None:
-            return self._local(*slow, incident, moment)
+            return self._local(*slow, incident, moment) or self._last_resort(slow[1], incident, readings, moment)
         remedied = {remedy.action for remedy in incident.remedies} - {"note", "skip_batch"}
         if self._out_of_band and not remedied and self._actions.clip_max_norm is not None:
             return self._local("clip", "out of the robust band", incident, moment)
@@ -242,20 +223,35 @@ class Policy:
             return None
         if self._cooling(action, moment):
             return None
-        if self._slow_since is None or moment.now < self._slow_since:  # A clock that was set back begins anew.
+        if self._slow_since is None or moment.now < self._slow_since:  # A clock set back begins anew.
             self._slow_since = moment.now
         waited = moment.now - self._slow_since >= self._actions.alert_grace_seconds
         return (action, reason) if waited or not moment.loop_up or self.mode != "auto" else None
 
+    def _last_resort(
+        self, reason: str, incident: Incident, readings: Readings, moment: Moment
+    ) -> Decision | Refusal | None:
+        """The last rung: to stop, when going back is at an end and the run has had its time without."""
+        updating = readings.withheld_steps < NO_UPDATES_STEPS
+        until = moment.steps_total - self._budget.cooldown_steps
+        refused = refused_rollback(incident, after=self.state.undone_until, until=until, updating=updating)
+        if refused is None or self._actions.last_resort != "stop":
+            return None
+        return self._local("stop", f"{reason}; going back: {refused.outcome}, {refused.detail}", incident, moment)
+
     def _cooling(self, action: str, moment: Moment) -> bool:
+        if (
+            action == "rollback"
+            and self._weights_finite
+            and settling(self.open_incident, moment.steps_total, self._sustained_steps)
+        ):
+            return True
         return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""
         tried = incident.tried(action)
-        final = [remedy for remedy in tried if remedy.outcome in ("observed", "refused_budget", "no_target")]
-        failures = [remedy.steps_total for remedy in tried if remedy.outcome == "failed"]
-        if final or (failures and moment.steps_total - failures[-1] < self._budget.cooldown_steps):
+        if answered(action, tried, moment.steps_total, self.state.undone_until, self._budget.cooldown_steps):
             return None
         outcome = detail = ""
         if self.mode != "auto":
@@ -263,6 +259,9 @@ class Policy:
         elif "rollback" in action:
             detail = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
             outcome = "refused_budget" if detail else ""
+            said = [r for r in tried if r.outcome == outcome and r.steps_total > self.state.undone_until]
+            if detail and said:  # A budget that is there again, a day later, is used.
+                return None
         if outcome:
             remedy = Remedy(
                 action=action, step=moment.step, steps_total=moment.steps_total, source="local",
