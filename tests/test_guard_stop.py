@@ -1,11 +1,13 @@
 """A run that cannot be healed: it goes back as often as it may, stops, and no restart trains on what it left."""
 
 import math
+import time
 
 import pytest
 from test_guard import actions, trail
-from training import adamw_job, spoil_gradient, spoil_weights
+from training import adamw_job, spoil_gradient, spoil_weights, wait_for
 
+from exporter.commands import Command
 from exporter.run_status import read_states
 from trainer_plugin.checkpoints import manifest
 
@@ -58,20 +60,18 @@ def test_no_restart_takes_what_was_set_aside_even_if_nothing_else_is_left(make_g
 
 
 def test_the_boundary_of_a_stop_saves_no_checkpoint(make_guard, tmp_path):
-    """Also where one is due: the tiers hold what they held."""
+    """Where one is due in the step in which an alert stops the run, the tiers hold those of earlier steps alone."""
     job = make_guard(checkpoints={"every": 1})
-    for _ in range(25):
-        job.step()
-    before = {path.name for path in (tmp_path / "local/tiny").iterdir()}
-    for checkpoint in job.guard._parts.checkpoints.targets(1 << 62, proven_only=False):
-        job.guard._parts.checkpoints._local.whole.pop(checkpoint.name, None)
-        job.guard._parts.checkpoints._shared.whole.pop(checkpoint.name, None)
-    job.step(spoil_weights)
-    while not job.guard.stopping:
-        job.step(spoil_weights)
+    job.run(25)
+    job.guard._parts.folder.inbox.put(
+        Command(id="a1", run="tiny", action="stop", source="alert", received=time.time(), alert="TheirOwn", step=25)
+    )
+    wait_for(job.guard._parts.loop.commands)
+    job.run(40)
+    assert job.guard.stopping
     job.guard.close()
-    there = {path.name for path in (tmp_path / "local/tiny").iterdir()}
-    assert f"step-{job.guard.step:09d}-000" not in there - before
+    steps = [int(path.name.split("-")[1]) for path in (tmp_path / "local/tiny").iterdir()]
+    assert max(steps) == job.guard.step - 1
 
 
 def test_a09_nan_before_the_first_checkpoint(make_guard):

@@ -269,18 +269,17 @@ def test_a_guard_obeys_what_it_pulls(receiver, make_guard):
     _, url, options = receiver
     job = make_guard(pull=options, run="far")
 
-    def obeyed():
+    def rate_lowered():
         job.step()
-        return "done" in httpx.get(f"{url}/commands", params={"run": "far"}, headers=TOKEN).text or _factor(job) < 1.0
+        return job.guard._parts.learning_rate.factor < 1.0
+
+    def waiting():
+        return httpx.get(f"{url}/commands", params={"run": "far"}, headers=TOKEN).json()["commands"]
 
     wait_for(lambda: post(url, alert(1, run="far")) != ["unknown_run"])
-    wait_for(obeyed)
-    wait_for(lambda: httpx.get(f"{url}/commands", params={"run": "far"}, headers=TOKEN).json()["commands"] == [])
+    wait_for(rate_lowered)
+    wait_for(lambda: waiting() == [])
     assert post(url, alert(1, run="far", starts_at="2020-01-01T00:00:00Z")) == ["stale"]
-
-
-def _factor(job):
-    return job.guard._parts.learning_rate.factor
 
 
 @pytest.mark.parametrize(
