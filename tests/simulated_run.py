@@ -18,6 +18,7 @@ from trainer_plugin.config import Config, MetricsConfig
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.metrics import Standing
+from trainer_plugin.placement import Placement
 from trainer_plugin.policy.ladder import NO_UPDATES_STEPS
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
@@ -144,7 +145,10 @@ class SimulatedRun:
 
     def _open_endpoint(self, port: int = 0) -> None:
         config = replace(self.config, metrics=MetricsConfig(port=port))
-        self.endpoint = Endpoint(config, layers=(), moments={}, scaled=False, steps_total=self.steps_total, info=INFO)
+        self.endpoint = Endpoint(
+            config, layers=(), moments={}, scaled=False, steps_total=self.steps_total, info=INFO,
+            placement=Placement(gpu_uuid="", hostname="node-1"),
+        )  # fmt: skip
 
     def _stand(self) -> None:
         standing = Standing(
