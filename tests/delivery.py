@@ -2,16 +2,17 @@
 
 import itertools
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import yaml
+from loopback import Loopback
+from waiting import wait_for
 
 from trainer_plugin.demo.process import Process, free_addresses
 from trainer_plugin.demo.servers import find_servers, readdressed
@@ -36,11 +37,7 @@ def until(condition: Callable[[], object], seconds: float = 40.0) -> None:
     Raises:
         TimeoutError: it did not come.
     """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so within {seconds} s")
-        threading.Event().wait(0.1)
+    wait_for(condition, seconds, pause_seconds=0.1)
 
 
 class Sink:
@@ -48,29 +45,18 @@ class Sink:
 
     def __init__(self) -> None:
         self.got: list[tuple[str, Any, float]] = []
-        sink = self
+        self._server = Loopback(self._take)
+        self.address = self._server.address
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                sink.got.append((self.path, json.loads(body), time.monotonic()))
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(b"ok")  # As Slack says it; newer versions of Alertmanager read that.
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+    def _take(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        self.got.append((handler.path, json.loads(body), time.monotonic()))
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b"ok")  # As Slack says it; newer versions of Alertmanager read that.
 
     def close(self) -> None:
         """Free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def bodies(self, path: str) -> list[Any]:
         """What came to a path."""

@@ -7,11 +7,12 @@ them is not so. Without a GPU it says so and does nothing.
 """
 
 import argparse
+import contextlib
 import math
+import re
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from fake_nvml import Shown
 from nvidia_smi import ask, differences
 from overhead import bench_before_optimizer, bench_loop, bench_worst_step
+from waiting import wait_for
 
 from exporter.gpu.page import GpuPage
 from trainer_plugin.demo.gpt import GPT, loss
@@ -189,10 +191,10 @@ def check_page() -> Iterator[tuple[str, bool]]:
     page = GpuPage(interval_seconds=1.0, hostname=socket.gethostname())
     page.start()
     try:
-        deadline = time.monotonic() + 30.0
-        while b"gpu_exporter_nvml_up 1" not in page.render() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(3.0)  # For what only two collections can tell.
+        reads = set[bytes]()
+        with contextlib.suppress(TimeoutError):  # Then the comparison says what is missing.
+            # Three, for what only two whole collections can tell.
+            wait_for(lambda: len(reads) >= 3, 30.0, pause_seconds=0.1, meanwhile=lambda: reads.update(_read_at(page)))
         shown = Shown(page.render().decode())
     finally:
         page.close()
@@ -203,6 +205,11 @@ def check_page() -> Iterator[tuple[str, bool]]:
     yield f"GPU page: {len(shown.samples)} samples; not here: {', '.join(missing) or 'nothing'}", bool(shown.samples)
     rank = placement_of(nn.Linear(1, 1).cuda()).gpu_uuid
     yield f"a rank's GPU is {rank}, which nvidia-smi knows", bool(rank) and rank in told
+
+
+def _read_at(page: GpuPage) -> list[bytes]:
+    """When the GPUs that a page shows were read, if any were."""
+    return re.findall(rb"^gpu_exporter_last_collect_timestamp_seconds (\S+)", page.render(), re.MULTILINE)
 
 
 def main() -> int:

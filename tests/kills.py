@@ -12,7 +12,8 @@ import msgspec
 import torch
 from tiers import open_checkpoints, whole
 from torch import nn
-from training import Job, settings, spoil_weights, wait_for
+from training import Job, settings, spoil_weights
+from waiting import wait_for
 
 from trainer_plugin.checkpoints import manifest
 from trainer_plugin.guard import Guard

@@ -8,14 +8,16 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import yaml
 from delivery import RULES, Alertmanager
+from loopback import Loopback
 from receivers import running
 from training import Job
+from waiting import wait_for
 
 from exporter.commands import Record
 from trainer_plugin.demo.process import free_addresses
@@ -36,36 +38,25 @@ class Gate:
         self.plan: list[str] = []
         self.passed = 0
         self._over = threading.Event()
-        gate = self
+        self._receiver, self._kill = receiver, kill
+        self._server = Loopback(self._take, wait_for_answers=True)
+        self.address = self._server.address
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                what = gate.plan.pop(0) if gate.plan else "pass"
-                status = 503 if what == "refuse" else gate._pass_on(receiver, body)
-                if what == "kill":
-                    kill()
-                elif what == "hang":
-                    gate._over.wait(HANG_SECONDS)
-                else:
-                    self.send_response(503 if what == "lose" else status)
-                    self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = False
-        self.address = f"127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+    def _take(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        what = self.plan.pop(0) if self.plan else "pass"
+        status = 503 if what == "refuse" else self._pass_on(self._receiver, body)
+        if what == "kill":
+            self._kill()
+        elif what == "hang":
+            self._over.wait(HANG_SECONDS)
+        else:
+            handler.send_response(503 if what == "lose" else status)
+            handler.end_headers()
 
     def close(self) -> None:
         """Let everybody go, and free the port."""
         self._over.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def _pass_on(self, receiver: str, body: bytes) -> int:
         connection = http.client.HTTPConnection(receiver, timeout=5)
@@ -160,12 +151,7 @@ class Night:
         Raises:
             TimeoutError: it did not come.
         """
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not so within {seconds} s")
-            self.job.step()
-            threading.Event().wait(0.02)
+        wait_for(condition, seconds, pause_seconds=0.02, meanwhile=self.job.step)
 
     def train_for(self, seconds: float) -> None:
         """Let the job train."""

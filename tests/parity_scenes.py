@@ -93,20 +93,20 @@ def interrupted(run: SimulatedRun, pace: Pace) -> Series:
 
 def one_short(run: SimulatedRun, pace: Pace) -> Series:
     """199 steps at 3.5 times the loss and nine withheld, and a pause in which both are seen: one more is missing."""
-    yield from run.calm(199, loss=3.5)
-    yield pace.seen_seconds
-    yield from run.calm(10 + steps(run, pace.seen_seconds))
-    yield from run.calm(9, grad_norm=math.nan, withheld="nonfinite")
-    yield pace.seen_seconds
-    yield from run.calm(steps(run, pace.seen_seconds))
+    yield from _seen_twice(run, pace, high=199, withheld=9)
 
 
 def just_enough(run: SimulatedRun, pace: Pace) -> Series:
     """The same with the one more: 200 and ten."""
-    yield from run.calm(200, loss=3.5)
+    yield from _seen_twice(run, pace, high=200, withheld=10)
+
+
+def _seen_twice(run: SimulatedRun, pace: Pace, *, high: int, withheld: int) -> Series:
+    """So many steps at 3.5 times the loss, then so many withheld, each with a pause in which it is seen."""
+    yield from run.calm(high, loss=3.5)
     yield pace.seen_seconds
     yield from run.calm(10 + steps(run, pace.seen_seconds))
-    yield from run.calm(10, grad_norm=math.nan, withheld="nonfinite")
+    yield from run.calm(withheld, grad_norm=math.nan, withheld="nonfinite")
     yield pace.seen_seconds
     yield from run.calm(steps(run, pace.seen_seconds))
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fake_nvml import FakeDriver, Shown, exporter_on, h100s
 from test_gpu_collector import open_files, resident_bytes
-from training import wait_for
+from waiting import wait_for
 
 pytestmark = pytest.mark.soak
 

@@ -1,8 +1,7 @@
 """The nights of test_remediation.py on every version of Alertmanager (`make soak`)."""
 
-import os
-
 import pytest
+from soak_versions import release  # noqa: F401 - each release in turn
 from test_remediation import (  # noqa: F401 - the tests are run here again
     night,
     test_a_pair_of_alertmanagers_is_one_action,
@@ -13,13 +12,5 @@ from test_remediation import (  # noqa: F401 - the tests are run here again
     test_w10_a_week_old_alert_is_no_action,
     test_w12_a_receiver_killed_between_accept_and_action_is_one_action,
 )
-from tools import RELEASES, programs_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(params=RELEASES, autouse=True)
-def release(request, monkeypatch):
-    """The programs of one release before all others."""
-    monkeypatch.setenv("PATH", f"{programs_of(request.param)}{os.pathsep}{os.environ['PATH']}")
-    return request.param

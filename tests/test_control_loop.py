@@ -4,7 +4,8 @@ import shutil
 import threading
 
 import pytest
-from training import Clock, wait_for
+from training import Clock
+from waiting import wait_for
 
 from exporter.commands import Command, Record
 from trainer_plugin.control_loop import HEARTBEAT_TIMEOUT_SECONDS, ControlLoop

@@ -9,7 +9,7 @@ import yaml
 from fake_nvml import FakeDriver, exporter_on, h100s, uuid
 from test_rules import RULES
 from tools import NEWEST, OLDEST, programs_of
-from training import wait_for
+from waiting import wait_for
 
 from exporter.page import Page
 from exporter.serving import MetricsServer

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 from fake_nvml import FakeDriver, Shown, exporter_on, h100s
-from training import wait_for
+from waiting import wait_for
 
 from exporter.__main__ import cli
 from exporter.config import Address, Config, Gpu

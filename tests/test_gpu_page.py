@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from fake_nvml import FakeDriver, Shown, h100s
-from training import wait_for
+from waiting import wait_for
 
 from exporter.gpu.page import GpuPage
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from training import adamw_job, equal, kick, settings, spoil_gradient, spoil_weights, tiny_model, wait_for
+from training import adamw_job, equal, kick, settings, spoil_gradient, spoil_weights, tiny_model
+from waiting import wait_for
 
 from exporter.catalog import CATALOG
 from exporter.commands import Command

@@ -8,7 +8,8 @@ import pytest
 import torch
 from loaders import LoaderJob
 from torch import nn
-from training import adamw_job, equal, spoil_weights, wait_for
+from training import adamw_job, equal, spoil_weights
+from waiting import wait_for
 
 from exporter.commands import Command
 

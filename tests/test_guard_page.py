@@ -18,7 +18,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from tools import find_tool
 from torch import nn
-from training import settings, wait_for
+from training import settings
+from waiting import wait_for
 
 from trainer_plugin.guard import Guard
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from training import adamw_job, equal, hooks, spoil_gradient, spoil_weights, wait_for
+from training import adamw_job, equal, hooks, spoil_gradient, spoil_weights
+from waiting import wait_for
 
 from exporter.commands import Command
 from trainer_plugin.checkpoints import manifest

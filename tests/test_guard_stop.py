@@ -5,7 +5,8 @@ import time
 
 import pytest
 from test_guard import actions, trail
-from training import adamw_job, spoil_gradient, spoil_weights, wait_for
+from training import adamw_job, spoil_gradient, spoil_weights
+from waiting import wait_for
 
 from exporter.commands import Command
 from exporter.run_status import read_states

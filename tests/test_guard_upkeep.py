@@ -7,7 +7,8 @@ import urllib.request
 
 import pytest
 import torch
-from training import equal, hooks, spoil_weights, wait_for
+from training import equal, hooks, spoil_weights
+from waiting import wait_for
 
 from exporter.catalog import CATALOG
 from exporter.commands import Command

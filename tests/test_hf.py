@@ -47,6 +47,17 @@ class Spoil(TrainerCallback):
         return gradient * math.nan if self.state.global_step + 1 in self._steps else gradient
 
 
+class Pages(TrainerCallback):
+    """Keeps the guard's page, which is gone with the guard when the training is over."""
+
+    def __init__(self, guard, pages):
+        self._guard, self._pages = guard, pages
+
+    def on_step_end(self, *args, **kwargs):
+        """Once a step."""
+        self._pages.append(self._guard.guard.page)
+
+
 def model(seed=0):
     """A Llama of 20,000 parameters."""
     torch.manual_seed(seed)
@@ -131,18 +142,12 @@ def test_p13_the_true_loss_is_seen_where_the_trainer_hides_it(tmp_path):
     )  # fmt: skip
     trainer = NanAt(model=model(), args=arguments, train_dataset=Text(), callbacks=[guard])
     guard.attach(trainer)
-    verdicts = []
-    guard_made = guard.on_train_begin
-
-    def begin(*args, **kwargs):
-        guard_made(*args, **kwargs)
-        verdicts.append(guard.guard.page)
-
-    guard.on_train_begin = begin
+    pages = []
+    trainer.add_callback(Pages(guard, pages))
     trainer.train()
     assert [one.step for one in seen if math.isnan(one.loss)] == [7]
     assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
-    assert verdicts[0].value("train_nonfinite_total", "loss") == 1
+    assert pages[-1].value("train_nonfinite_total", "loss") == 1
     assert torch.isfinite(weights(trainer)).all()
 
 
@@ -181,15 +186,7 @@ def test_what_cannot_be_followed_is_said_at_the_start(tmp_path, caplog):
 
 def test_the_page_names_the_framework(tmp_path):
     """`train_info` says whose loop it is, and that the data go on forward."""
-    pages = []
-
-    class Look(TrainerCallback):
-        """Keeps the page's text."""
-
-        def on_step_end(self, *args, **kwargs):
-            """Before the guard's own boundary."""
-            pages.append(guard.guard.page.render().decode())
-
     guard, _ = guarded(tmp_path)
-    train(tmp_path, 2, guard=guard, callbacks=[Look()])
-    assert 'framework="transformers"' in str(pages[-1])
+    pages = []
+    train(tmp_path, 2, guard=guard, callbacks=[Pages(guard, pages)])
+    assert b'framework="transformers"' in pages[-1].render()

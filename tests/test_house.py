@@ -40,7 +40,7 @@ ORDER = (
     # What sees both rows.
     "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions",
     "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "pull", "journal", "errors", "parts",
-    "boundary", "guard", "__init__", "hf", "lightning",
+    "boundary", "guard", "__init__", "framework", "hf", "lightning",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("step.row")]
 TORCH_ROW = ORDER[ORDER.index("step.row") : ORDER.index("history")]

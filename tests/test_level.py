@@ -14,7 +14,8 @@ from trainer_plugin.detection.monitor import Monitor
 def found(level, centers, *, first=0, least_rise=0.0, learn=True, judge=True):
     """Step, first step and baseline of each verdict over these centers."""
     said = (
-        level.looks(step) and level.update(step, center, center=center, least_rise=least_rise, learn=learn, judge=judge)
+        level.is_due(step)
+        and level.update(step, center, center=center, least_rise=least_rise, learn=learn, judge=judge)
         for step, center in enumerate(centers, first)
     )
     return [(verdict.step, verdict.first_step, verdict.baseline) for verdict in said if verdict]

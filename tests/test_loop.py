@@ -7,14 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+import waiting
 
 from exporter.commands import Inbox
 from exporter.page import Page
@@ -41,14 +40,7 @@ def _servers():
 
 def wait_for(condition, seconds=30.0):
     """The first true value of `condition`, asked again and again for so long."""
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        pause.wait(0.05)
-    raise AssertionError(f"not within {seconds} s: {condition}")
+    return waiting.wait_for(condition, seconds, pause_seconds=0.05)
 
 
 def run_demo(*arguments: str, out: Path) -> dict:

@@ -7,7 +7,7 @@ import httpx
 import msgspec
 import pytest
 from receivers import alert, delivery, running
-from training import wait_for
+from waiting import wait_for
 
 from exporter.access import Credentials
 from exporter.commands import Command, Record

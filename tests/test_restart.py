@@ -14,7 +14,8 @@ import torch
 from kills import kill_again_and_again
 from loaders import LoaderJob, assert_equal_but_for_the_start
 from tiers import open_checkpoints, whole
-from training import adamw_job, outcome, seeded_job, settings, snapshot, wait_for
+from training import adamw_job, outcome, seeded_job, settings, snapshot
+from waiting import wait_for
 
 from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.guard import Guard

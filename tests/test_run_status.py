@@ -7,7 +7,8 @@ import time
 
 import msgspec
 import pytest
-from training import kick, spoil_weights, wait_for
+from training import kick, spoil_weights
+from waiting import wait_for
 
 from exporter.commands import Command
 from exporter.run_status import MOST_STATE_BYTES, STATE_SCHEMA, read_runs

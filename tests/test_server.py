@@ -11,7 +11,7 @@ import httpx
 import pytest
 from certificates import make_ca, make_certificate
 from receivers import alert, delivery, running
-from training import wait_for
+from waiting import wait_for
 
 from exporter.commands import Inbox
 from exporter.runs import RunFolder

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import waiting
 import yaml
 
 from trainer_plugin.demo.process import LostPortError, Process, free_addresses
@@ -198,6 +199,4 @@ def test_stack_that_cannot_start_leaves_nothing(tmp_path):
 
 def wait_for(condition, seconds=20):
     """Ask until it is so, without an interval: each question is a request to a server, or fails the test in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
+    waiting.wait_for(condition, seconds, pause_seconds=0.0)

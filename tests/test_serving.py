@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from training import wait_for
+from waiting import wait_for
 
 from exporter.page import Page
 from exporter.serving import CONTENT_TYPE, MetricsServer, Target, local_address

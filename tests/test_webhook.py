@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from payloads import BODIES, HOSTILE_RUNS, VALID, send_bodies
 from starlette.applications import Starlette
-from training import wait_for
+from waiting import wait_for
 
 from exporter.access import Credentials
 from exporter.catalog import ACTIONS

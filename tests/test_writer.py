@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 from tiers import FaultyTier, open_checkpoints, save, target_steps, whole
-from training import snapshot, wait_for
+from training import snapshot
+from waiting import wait_for
 
 from trainer_plugin.checkpoints.state import Snapshot
 

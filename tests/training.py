@@ -3,8 +3,6 @@
 import math
 import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +14,6 @@ from torch import nn
 
 from trainer_plugin.checkpoints.state import Snapshot
 from trainer_plugin.guard import Guard
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 8.0) -> None:
-    """Look again and again until something is so.
-
-    Raises:
-        TimeoutError: it did not come.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so within {seconds} s")
-        threading.Event().wait(0.002)
 
 
 class Clock:

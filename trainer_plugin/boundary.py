@@ -125,11 +125,10 @@ class Boundary:
         if not self._obey(moment):
             if parts.history.prove(parts.config.checkpoints.proof_steps, parts.policy.open_incident):
                 parts.save_proof()
-            if self.stopping:
-                pass  # What has to be kept is.
-            elif asked is not None:
+            # Of a run that is stopping already, what has to be kept is kept.
+            if asked is not None and not self.stopping:
                 parts.save_last_checkpoint()
-            elif parts.history.step % parts.config.checkpoints.every == 0:
+            elif not self.stopping and parts.history.step % parts.config.checkpoints.every == 0:
                 parts.save_checkpoint()
         if asked is not None and not self.stopping:
             _log.warning("step %d: stopping, as %s asks", moment.step, asked)

@@ -6,22 +6,20 @@ returned losses add up to the step's own, and the accelerator's `clip_grad_norm_
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugin.config import Config, read_config
+from trainer_plugin.framework import FrameworkCallback
 from trainer_plugin.guard import Guard
 
 _log = logging.getLogger(__name__)
 
 
-class GuardCallback(TrainerCallback):
+class GuardCallback(FrameworkCallback, TrainerCallback):
     """Watches and heals a Trainer's training; give it to the Trainer as a callback, then `attach` it.
 
         guard = GuardCallback("guard.yaml", run="gpt-0")
@@ -29,28 +27,11 @@ class GuardCallback(TrainerCallback):
         guard.attach(trainer)
         trainer.train()
 
-    Weights, optimizer, schedule, scaler and random state go back on a rollback; the Trainer's own count of steps and
-    its data go on forward. A restart is the Trainer's business (`resume_from_checkpoint`): budgets, incidents and the
-    learning rate's factor are the run folder's, and are taken up again.
-
-    Args:
-        config: guard.yaml's path, a mapping of its keys, or a `Config`.
-        run: the run's name; replaces the config's.
-        options: what else `Guard` takes by name, such as `local_only` or `on_signals`.
-
-    Raises:
-        ValueError: an option cannot be used; in one line.
-        OSError: guard.yaml cannot be read.
+    What goes back on a rollback, what does not, and the arguments: `FrameworkCallback`. The Trainer's own restart is
+    `resume_from_checkpoint`.
     """
 
-    def __init__(
-        self, config: str | Path | Mapping[str, Any] | Config, *, run: str | None = None, **options: Any
-    ) -> None:
-        self._config = read_config(config, run=run)
-        self._options = options
-        self._trainer: Trainer | None = None
-        self._losses: list[Tensor] = []
-        self.guard: Guard | None = None
+    _trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
         """Take the place of the trainer's clip, and hear of its true losses. Doing so twice changes nothing.
@@ -83,9 +64,7 @@ class GuardCallback(TrainerCallback):
         vars(trainer.accelerator)["clip_grad_norm_"] = guarded
 
     def _before_optimizer(self, guard: Guard) -> Tensor | None:
-        losses, self._losses = self._losses, []
-        # The Trainer has divided each micro-batch's loss by their number, or by the step's tokens.
-        guard.before_optimizer(torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses else None)
+        guard.before_optimizer(self._loss())
         return guard.grad_norm
 
     def on_train_begin(
@@ -99,22 +78,18 @@ class GuardCallback(TrainerCallback):
         trainer = self._trainer
         if trainer is None:
             raise ValueError("GuardCallback: guard.attach(trainer) is missing: a callback alone comes after the clip")
-        self.close()
         clip = self._config.actions.clip_max_norm
         recipe = args.max_grad_norm if args.max_grad_norm > 0.0 else None
         if clip != recipe:
             _log.warning("the guard clips to %s (clip_max_norm), not the Trainer's max_grad_norm of %s", clip, recipe)
         optimizer = kwargs["optimizer"]
-        self.guard = Guard(
-            self._config,
+        self._begin(
+            framework="transformers",
+            start_step=state.global_step,
             model=trainer.accelerator.unwrap_model(kwargs["model"]),
             optimizer=getattr(optimizer, "optimizer", optimizer),
             scheduler=kwargs["lr_scheduler"],
             scaler=trainer.accelerator.scaler,
-            resume="never",
-            start_step=state.global_step,
-            framework="transformers",
-            **self._options,
         )
 
     def on_step_end(
@@ -138,10 +113,3 @@ class GuardCallback(TrainerCallback):
     ) -> None:
         """Training is over: leave the run folder."""
         self.close()
-
-    def close(self) -> None:
-        """Leave the run folder, also after an error that ended the training. Doing so twice changes nothing."""
-        if self.guard is not None:
-            self.guard.close()
-            self.guard = None
-        self._losses.clear()

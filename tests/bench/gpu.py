@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fake_nvml import FakeDriver, h100s, worker_on
+from waiting import wait_for
 
 from exporter.gpu.page import GpuPage
 
@@ -55,8 +56,7 @@ def bench_scrapes(driver: FakeDriver) -> None:
     page = GpuPage(interval_seconds=1.0, hostname="node-1", environment=driver.environment)
     page.start()
     try:
-        while b"DCGM_FI_PROF_SM_ACTIVE" not in page.render():
-            time.sleep(0.05)
+        wait_for(lambda: b"DCGM_FI_PROF_SM_ACTIVE" in page.render(), 60.0, pause_seconds=0.05)
         seconds = []
         for _ in range(SCRAPES):
             began = time.perf_counter()

@@ -11,6 +11,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from waiting import wait_for
 
 from exporter.catalog import CATALOG
 from exporter.page import Page
@@ -255,8 +259,8 @@ def bench_delivery(incidents: int, runs: int = 5) -> str:
         path = Path(folder) / "runs"
         stack = undo.enter_context(Stack(Path(folder) / "servers", path, files("alert_rules")))
         watched = [undo.enter_context(silent_run(path, f"run-{number}")) for number in range(runs)]
-        while len(stack.query('ALERTS{alertname="TrainWatchdog"}')) < runs:
-            time.sleep(0.2)  # Until all are scraped and judged.
+        # Until all are scraped and judged.
+        wait_for(lambda: len(stack.query('ALERTS{alertname="TrainWatchdog"}')) >= runs, 120.0, pause_seconds=0.2)
         threads = [
             threading.Thread(target=lambda one=one: found.extend(latencies(*one, incidents // runs))) for one in watched
         ]

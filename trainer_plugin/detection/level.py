@@ -31,8 +31,8 @@ class Level:
         self._step = self._looked = self._near = 0
         self._seen = -LOOK_VALUES
 
-    def looks(self, step: int) -> bool:
-        """Take in a step; whether it is one that `update` is to be asked about."""
+    def is_due(self, step: int) -> bool:
+        """Take in a step; whether its center is to be looked at, by `update`: one in sixteen is."""
         if step < self._step:
             self._go_back(step)
         self._step = step

@@ -219,7 +219,7 @@ class Monitor:
             drift = self._drift.update(step, loss, score=score, center=center, tail_ratio=tail_ratio)
         else:
             self._drift.reset()
-        if learn and drift is None and spike is None and self._loss_level.looks(step):
+        if learn and drift is None and spike is None and self._loss_level.is_due(step):
             drift = self._loss_level.update(
                 step, loss, center=robust.center, least_rise=_LEVEL_SCORE * robust.scale,
                 learn=not robust.dropped, judge=judge and not patient,
@@ -231,7 +231,7 @@ class Monitor:
     def _judge_norm_level(self, step: int, grad_norm: float) -> Verdict | None:
         """Only from the end of warm-up on: until then a gradient may well begin near zero."""
         robust = self._grad_norm_robust
-        if not robust.warm or not self._grad_norm_level.looks(step):
+        if not robust.warm or not self._grad_norm_level.is_due(step):
             return None
         verdict = self._grad_norm_level.update(
             step, grad_norm, center=robust.center, least_rise=0.0, learn=not robust.dropped, judge=not robust.widened

@@ -6,12 +6,18 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_plugin.report.story import Deed, Story, Told
+from trainer_plugin.report.story import LoggedAction, LoggedIncident, Story
 from trainer_plugin.scenes.step_line import StepLine
 
 # One colour a meaning, also for those who do not tell red from green.
 _LOSS, _NORM, _BAND, _BAD = "#0b6fb8", "#7a5195", "#9ecae1", "#d1495b"
-_DEEDS = {"rollback": "#d1495b", "lower_lr": "#e08e0b", "clip": "#5b8c5a", "skip_batch": "#8d6a9f", "stop": "#000000"}
+_ACTIONS = {
+    "rollback": "#d1495b",
+    "lower_lr": "#e08e0b",
+    "clip": "#5b8c5a",
+    "skip_batch": "#8d6a9f",
+    "stop": "#000000",
+}
 _MOST_LAYERS = 60
 _BEFORE_STEPS, _AFTER_STEPS = 150, 250
 # R7's band: eight deviations above the center is a spike.
@@ -33,7 +39,7 @@ class Charts:
         self._figure = Figure
 
     def timeline(self, story: Story) -> str:
-        """Loss and gradient norm of the whole run over the steps that were run, with incidents and deeds."""
+        """Loss and gradient norm of the whole run over the steps that were run, with incidents and actions."""
         stretches = story.stretches
         if not stretches:
             return ""
@@ -61,15 +67,15 @@ class Charts:
     def _mark_incidents(self, story: Story, axes: Sequence[Any]) -> None:
         for incident in story.incidents:
             first = incident.opened_total - (incident.detected_step - incident.first_step)
-            last = max([incident.opened_total, *(deed.steps_total for deed in incident.deeds)])
+            last = max([incident.opened_total, *(action.steps_total for action in incident.actions)])
             for axis in axes:
                 axis.axvspan(first, last + 1, color=_BAD, alpha=0.12, linewidth=0)
             axes[0].annotate(
                 f"#{incident.id}", (first, 1.0), xycoords=("data", "axes fraction"), fontsize=8, color=_BAD, va="bottom"
             )
-            _mark_deeds(axes[0], [(deed.steps_total, deed) for deed in incident.deeds])
+            _mark_actions(axes[0], [(action.steps_total, action) for action in incident.actions])
 
-    def incident(self, story: Story, incident: Told) -> str:
+    def incident(self, story: Story, incident: LoggedIncident) -> str:
         """The steps around an incident: loss with its band, gradient norm, learning rate; nothing if they are gone."""
         lines = _around(story.steps, incident)
         if len(lines) < 2:
@@ -90,14 +96,14 @@ class Charts:
         for line in lines:
             if line.nonfinite or line.withheld:
                 top.axvline(line.steps_total, color=_BAD, linewidth=0.6, alpha=0.6)
-        _mark_deeds(top, [(deed.steps_total, deed) for deed in incident.deeds])
+        _mark_actions(top, [(action.steps_total, action) for action in incident.actions])
         for axis, name in ((top, "loss"), (middle, "gradient norm"), (bottom, "learning rate")):
             axis.set_ylabel(name)
         top.legend(loc="upper left", fontsize=8, frameon=False)
         bottom.set_xlabel("optimizer steps run, repeated ones included")
         return _svg(figure)
 
-    def layers(self, story: Story, incident: Told) -> str:
+    def layers(self, story: Story, incident: LoggedIncident) -> str:
         """Each layer's gradient norm over its own median, as a heat map of the steps around an incident."""
         lines = [line for line in _around(story.steps, incident) if line.layer_grad_norms]
         if len(lines) < 2:
@@ -120,18 +126,18 @@ class Charts:
         return _svg(figure)
 
 
-def _around(steps: list[StepLine], incident: Told) -> list[StepLine]:
-    last = max([incident.opened_total, *(deed.steps_total for deed in incident.deeds)])
+def _around(steps: list[StepLine], incident: LoggedIncident) -> list[StepLine]:
+    last = max([incident.opened_total, *(action.steps_total for action in incident.actions)])
     first = incident.opened_total - max(0, incident.detected_step - incident.first_step)
     return [line for line in steps if first - _BEFORE_STEPS <= line.steps_total <= last + _AFTER_STEPS]
 
 
-def _mark_deeds(axis: Any, deeds: list[tuple[int, Deed]]) -> None:  # noqa: ANN401 - matplotlib has no types
-    for at, deed in deeds:
-        if deed.outcome in {"done", "observed"}:
-            axis.axvline(at, color=_DEEDS.get(deed.action, "#555555"), linewidth=1.2, linestyle="--")
+def _mark_actions(axis: Any, actions: list[tuple[int, LoggedAction]]) -> None:  # noqa: ANN401 - matplotlib has no types
+    for at, action in actions:
+        if action.outcome in {"done", "observed"}:
+            axis.axvline(at, color=_ACTIONS.get(action.action, "#555555"), linewidth=1.2, linestyle="--")
             axis.annotate(
-                deed.action,
+                action.action,
                 (at, 0.97),
                 xycoords=("data", "axes fraction"),
                 rotation=90,

@@ -16,8 +16,6 @@ def run_report(run_folder: Path, out: Path | None) -> int:
         ValueError: it is no run's folder, or matplotlib is missing.
         OSError: a file cannot be read or written.
     """
-    if not run_folder.is_dir():
-        raise ValueError(f"{run_folder}: no such run folder")
     target = out if out is not None else run_folder / "report.html"
     if not target.parent.is_dir() or target.is_dir():
         raise ValueError(f"--out {target}: the name of a file wanted, in a folder that is there")

@@ -6,7 +6,7 @@ from html import escape
 
 from trainer_plugin.checkpoints.inventory_table import inventory_table
 from trainer_plugin.report.charts import Charts
-from trainer_plugin.report.story import Deed, Story, Told
+from trainer_plugin.report.story import LoggedAction, LoggedIncident, Story
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -28,7 +28,7 @@ def report_page(story: Story, charts: Charts) -> str:
     body = [_head(story), _summary(story), charts.timeline(story)]
     body += [_incident(story, incident, charts) for incident in story.incidents]
     if story.refused:
-        body.append("<h2>Asked for beside any incident</h2>" + _deeds(story.refused))
+        body.append("<h2>Asked for beside any incident</h2>" + _actions(story.refused))
     if story.inventory is not None:
         body.append(f"<h2>Checkpoints</h2><pre>{escape(chr(10).join(inventory_table(story.inventory)))}</pre>")
     if story.problems:
@@ -79,7 +79,7 @@ def _summary(story: Story) -> str:
     return f'<div class="figures">{shown}</div>{table}'
 
 
-def _incident(story: Story, one: Told, charts: Charts) -> str:
+def _incident(story: Story, one: LoggedIncident, charts: Charts) -> str:
     evidence = "".join(f"<li>{escape(line)}</li>" for line in one.evidence)
     losses = [
         f"{name} {value:.3f}"
@@ -94,25 +94,26 @@ def _incident(story: Story, one: Told, charts: Charts) -> str:
         f'<section id="incident-{one.id}"><h2>Incident {one.id}: {escape(one.class_)}</h2>'
         f'<p class="sub">first bad step {one.first_step}, found at {one.detected_step}, {_when(one.time)} &middot; '
         f"{_state(one)}</p><h3>Evidence</h3><ul>{evidence}</ul>"
-        f"<h3>What was done</h3>{_deeds(one.deeds)}<p>Cost: {'; '.join(cost)}.</p>{_scene(one)}"
+        f"<h3>What was done</h3>{_actions(one.actions)}<p>Cost: {'; '.join(cost)}.</p>{_scene(one)}"
         f"{charts.incident(story, one) or '<p>The recorder no longer holds its steps.</p>'}"
         f"{'<h3>Layers</h3>' + layers if layers else ''}</section>"
     )
 
 
-def _scene(one: Told) -> str:
+def _scene(one: LoggedIncident) -> str:
     if one.scene_folder is None:
         return "<p>Its scene is not there (any more).</p>" if one.scene_step is not None else ""
     return f"<p>Scene: <code>{escape(one.scene_folder)}</code></p>"
 
 
-def _deeds(deeds: list[Deed]) -> str:
-    if not deeds:
+def _actions(actions: list[LoggedAction]) -> str:
+    if not actions:
         return "<p>Nothing.</p>"
     rows = "".join(
-        f'<tr><td class="n">{deed.step}</td><td>{escape(deed.action)}</td><td>{escape(deed.alert or deed.source)}</td>'
-        f"<td>{escape(deed.outcome)}</td><td>{escape('; '.join(filter(None, (deed.reason, deed.detail))))}</td></tr>"
-        for deed in deeds
+        f'<tr><td class="n">{action.step}</td><td>{escape(action.action)}</td>'
+        f"<td>{escape(action.alert or action.source)}</td><td>{escape(action.outcome)}</td>"
+        f"<td>{escape('; '.join(filter(None, (action.reason, action.detail))))}</td></tr>"
+        for action in actions
     )
     return (
         "<table><tr><th>step</th><th>action</th><th>asked by</th><th>outcome</th><th>why, and what came of it</th></tr>"
@@ -120,18 +121,18 @@ def _deeds(deeds: list[Deed]) -> str:
     )
 
 
-def _state(one: Told) -> str:
+def _state(one: LoggedIncident) -> str:
     if one.healed:
         return f'<span class="tag healed">healed at step {one.healed_step}</span>'
     return '<span class="tag open">open</span>'
 
 
-def _done(one: Told) -> str:
-    return ", ".join(dict.fromkeys(deed.action for deed in one.deeds if deed.outcome == "done")) or "nothing"
+def _done(one: LoggedIncident) -> str:
+    return ", ".join(dict.fromkeys(action.action for action in one.actions if action.outcome == "done")) or "nothing"
 
 
-def _rollbacks(one: Told) -> int:
-    return sum(deed.action in {"rollback", "partial_rollback"} and deed.outcome == "done" for deed in one.deeds)
+def _rollbacks(one: LoggedIncident) -> int:
+    return sum(action.action in {"rollback", "partial_rollback"} and action.outcome == "done" for action in one.actions)
 
 
 def _when(seconds: float) -> str:

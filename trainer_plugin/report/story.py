@@ -14,7 +14,7 @@ _SCHEMA = 1
 _MOST_TRAIL_BYTES = 1 << 26
 
 
-class Deed(msgspec.Struct, kw_only=True):
+class LoggedAction(msgspec.Struct, kw_only=True):
     """Something that was done, or that was asked for and refused."""
 
     time: float
@@ -31,7 +31,7 @@ class Deed(msgspec.Struct, kw_only=True):
     tier: str | None = None
 
 
-class Told(msgspec.Struct, kw_only=True):
+class LoggedIncident(msgspec.Struct, kw_only=True):
     """An incident as it was told last. Losses are the recorder's: NaN where it does not reach so far back.
 
     `loss_before` is the mean over the 20 steps before the first bad one, `loss_worst` the largest finite one until it
@@ -49,7 +49,7 @@ class Told(msgspec.Struct, kw_only=True):
     opened_total: int = 0
     layers: dict[str, float] = {}
     time: float = 0.0
-    deeds: list[Deed] = []
+    actions: list[LoggedAction] = []
     scene_step: int | None = None
     scene_folder: str | None = None
     loss_before: float = math.nan
@@ -65,8 +65,8 @@ class Story(msgspec.Struct, kw_only=True):
     run: str
     steps: list[StepLine]
     stretches: list[Stretch]
-    incidents: list[Told]
-    refused: list[Deed]
+    incidents: list[LoggedIncident]
+    refused: list[LoggedAction]
     inventory: Inventory | None
     problems: list[str]
 
@@ -78,10 +78,10 @@ def read_story(run_folder: Path, inventory: Inventory | None) -> Story:
         ValueError: it is no run's folder.
         OSError: a file in it cannot be read.
     """
-    trail_path = run_folder / "incidents.jsonl"
-    steps, stretches = read_steps(run_folder), read_overview(run_folder)
     if not run_folder.is_dir():
         raise ValueError(f"{run_folder}: no such run folder")
+    trail_path = run_folder / "incidents.jsonl"
+    steps, stretches = read_steps(run_folder), read_overview(run_folder)
     if not (trail_path.exists() or steps or stretches or (run_folder / "state.json").exists()):
         raise ValueError(f"{run_folder}: a run's folder wanted, found none of its files in it")
     trail, problems = _read_trail(trail_path)
@@ -123,25 +123,25 @@ def _read_trail(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return entries, [f"{path.name}: {damaged} lines cannot be read and are left out"] if damaged else []
 
 
-def _told(trail: list[dict[str, Any]]) -> tuple[list[Told], list[Deed]]:
-    incidents: dict[int, Told] = {}
-    refused: list[Deed] = []
-    newest: Told | None = None
+def _told(trail: list[dict[str, Any]]) -> tuple[list[LoggedIncident], list[LoggedAction]]:
+    incidents: dict[int, LoggedIncident] = {}
+    refused: list[LoggedAction] = []
+    newest: LoggedIncident | None = None
     for entry in trail:
         try:
             kind = entry.get("kind")
             if kind in {"incident_opened", "incident_healed"}:
-                told = msgspec.convert(entry, Told)
+                told = msgspec.convert(entry, LoggedIncident)
                 known = incidents.get(told.id)
                 if known is not None:
-                    told.deeds, told.scene_step, told.time = known.deeds, known.scene_step, known.time
+                    told.actions, told.scene_step, told.time = known.actions, known.scene_step, known.time
                 incidents[told.id] = newest = told
             elif kind in {"action", "refused"}:
-                deed = msgspec.convert(entry, Deed)
-                incident = incidents.get(deed.incident) if deed.incident is not None else None
+                action = msgspec.convert(entry, LoggedAction)
+                incident = incidents.get(action.incident) if action.incident is not None else None
                 if incident is None and kind == "refused" and newest is not None and not newest.healed:
                     incident = newest
-                (incident.deeds if incident is not None else refused).append(deed)
+                (incident.actions if incident is not None else refused).append(action)
             elif kind == "scene" and entry.get("incident") in incidents:
                 incidents[entry["incident"]].scene_step = int(entry["step"])
         except (msgspec.ValidationError, KeyError, TypeError, ValueError):
@@ -149,11 +149,11 @@ def _told(trail: list[dict[str, Any]]) -> tuple[list[Told], list[Deed]]:
     return sorted(incidents.values(), key=lambda one: one.id), refused
 
 
-def _weigh(incident: Told, steps: list[StepLine]) -> None:
+def _weigh(incident: LoggedIncident, steps: list[StepLine]) -> None:
     """What it cost, as far as the recorder reaches."""
     opened = next((at for at, line in enumerate(steps) if line.steps_total >= incident.opened_total), None)
-    rollbacks = [deed for deed in incident.deeds if deed.action == "rollback" and deed.outcome == "done"]
-    incident.lost_steps = sum(deed.step - deed.to_step for deed in rollbacks if deed.to_step is not None)
+    rollbacks = [action for action in incident.actions if action.action == "rollback" and action.outcome == "done"]
+    incident.lost_steps = sum(action.step - action.to_step for action in rollbacks if action.to_step is not None)
     if opened is None:
         return
     first = max(0, opened - max(0, incident.detected_step - incident.first_step))
@@ -166,8 +166,8 @@ def _weigh(incident: Told, steps: list[StepLine]) -> None:
     incident.withheld_steps = sum(line.withheld is not None for line in steps[first:end])
 
 
-def _is_healed(line: StepLine, incident: Told, rollbacks: list[Deed]) -> bool:
-    gone_back = max((deed.steps_total for deed in rollbacks), default=0)
+def _is_healed(line: StepLine, incident: LoggedIncident, rollbacks: list[LoggedAction]) -> bool:
+    gone_back = max((action.steps_total for action in rollbacks), default=0)
     return incident.healed_step is not None and line.step >= incident.healed_step and line.steps_total > gone_back
 
 
