@@ -13,6 +13,9 @@ from exporter.runs import RunFolder
 from trainer_plugin.__main__ import cli
 from trainer_plugin.operator_command import send_command
 
+# However many steps it makes until it is asked, the job has nothing to say of its own.
+CALM = {"detection": {"warmup_steps": 1_000_000}}
+
 
 def training(job, until_done):
     """Train in this thread until the command's thread has ended; its exit code."""
@@ -33,7 +36,7 @@ def ask(job, *words):
 
 def test_a_person_is_obeyed_and_answered(make_guard, capsys):
     """The rollback is done at a boundary; the line, the record and the trail say so, with who asked and why."""
-    job = make_guard()
+    job = make_guard(**CALM)
     job.run(25)
     assert ask(job, "rollback", "--reason", "loss is off\x1b[31m") == 0
     (record,) = job.guard._parts.folder.inbox.records()
@@ -47,7 +50,7 @@ def test_a_person_is_obeyed_and_answered(make_guard, capsys):
 
 def test_a_refusal_is_1_and_one_line(make_guard, capsys):
     """What the policy refuses a person hears, with the reason."""
-    job = make_guard(budget={"rollbacks_per_day": 0})
+    job = make_guard(budget={"rollbacks_per_day": 0}, **CALM)
     job.run(25)
     assert ask(job, "rollback") == 1
     told = capsys.readouterr().err
@@ -58,7 +61,7 @@ def test_a_refusal_is_1_and_one_line(make_guard, capsys):
 
 def test_a_stop_by_hand_goes_on_from_where_it_ended(make_guard):
     """The run ends with a checkpoint in both tiers, and the next start goes on from that step."""
-    job = make_guard()
+    job = make_guard(**CALM)
     job.run(25)
     assert ask(job, "stop") == 0
     assert job.guard.stopping
@@ -72,7 +75,7 @@ def test_a_stop_by_hand_goes_on_from_where_it_ended(make_guard):
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_action_has_an_outcome(make_guard, action):
     """No word of the catalog is left without an answer, once each layer has a past to be held against."""
-    job = make_guard()
+    job = make_guard(**CALM)
     job.run(60)
     assert ask(job, action) == 0
     assert len(job.guard._parts.folder.inbox.records()) == 1

@@ -267,7 +267,8 @@ def test_a_receiver_that_is_gone_or_says_no_is_an_error_held_back(receiver, fold
 def test_a_guard_obeys_what_it_pulls(receiver, make_guard):
     """A job without a shared folder lowers its rate when the alert asks, and the receiver keeps the outcome."""
     _, url, options = receiver
-    job = make_guard(pull=options, run="far")
+    # However many steps it makes until it is asked, it has nothing to say of its own.
+    job = make_guard(pull=options, run="far", detection={"warmup_steps": 1_000_000})
 
     def rate_lowered():
         job.step()
@@ -278,7 +279,7 @@ def test_a_guard_obeys_what_it_pulls(receiver, make_guard):
 
     wait_for(lambda: post(url, alert(1, run="far")) != ["unknown_run"])
     wait_for(rate_lowered)
-    wait_for(lambda: waiting() == [])
+    wait_for(lambda: waiting() == [], meanwhile=job.step)
     assert post(url, alert(1, run="far", starts_at="2020-01-01T00:00:00Z")) == ["stale"]
 
 
