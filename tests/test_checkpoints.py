@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from tiers import checkpoint_folder, flip, open_checkpoints, save, target_steps, whole
+from tiers import Trap, checkpoint_folder, flip, open_checkpoints, save, target_steps, whole
 from training import snapshot
 
 from trainer_plugin.checkpoints import manifest
@@ -261,17 +261,6 @@ def test_one_flipped_bit_anywhere_in_a_manifest_changes_no_decision(make, tmp_pa
         path.write_bytes(content)
 
 
-class Trap:
-    """An object that tells of it when it is unpickled."""
-
-    def __init__(self, marker) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        """What a pickle has done when it is read."""
-        return (type(self.marker).touch, (self.marker,))
-
-
 @pytest.mark.parametrize("name", ["plain.pt", ".metadata", "__0_0.distcp"])
 def test_nothing_is_unpickled_before_its_hash_was_checked(make, tmp_path, name):
     """A file that was exchanged in both tiers is refused by its hash, and what it would have run has not run."""
@@ -348,6 +337,32 @@ def test_c06_what_comes_from_memory_may_be_changed(make):
     (target,) = checkpoints.targets(11)
     checkpoints.load(target).snapshot.plain["guard"]["step"] = 99
     assert checkpoints.load(target).snapshot.plain == {"guard": {"step": 10}}
+
+
+def test_a_tier_that_anybody_may_write_is_never_read(make, tmp_path):
+    """Not at the start, and not for a checkpoint that the other tier has too: the load is degraded."""
+    save(make(), 10)
+    (tmp_path / "local" / "tiny").chmod(0o777)
+    checkpoints = make()
+    (target,) = checkpoints.targets(11)
+    loaded = checkpoints.load(target)
+    assert (loaded.tier, loaded.degraded) == ("shared", ("local",))
+
+
+def test_what_cannot_be_read_back_is_whole_in_no_tier(make, tmp_path):
+    """A state of other code, hashes and all, is passed over like a damaged one."""
+    checkpoints = make()
+    save(checkpoints, 10, 20)
+    for tier in ("local", "shared"):
+        path = checkpoint_folder(tmp_path, tier, 20)
+        (path / "plain.pt").write_bytes(b"something else")
+        files = {**manifest.read(path).files, "plain.pt": manifest._hash(path / "plain.pt")}
+        manifest.seal(path, msgspec.structs.replace(manifest.read(path), files=files))
+    again = make()
+    newer, older = again.targets(100)
+    with pytest.raises(OSError, match="not a state that can be read"):
+        again.load(newer)
+    assert again.load(older).snapshot.plain == {"guard": {"step": 10}}
 
 
 def test_the_shared_tier_may_be_written_less_often(make):

@@ -4,12 +4,11 @@ import threading
 
 import pytest
 import torch
-from tiers import checkpoint_folder
+from tiers import rewrite
 from torch import nn
 from training import adamw_job, equal, spoil_weights, tiny_model
 
 from trainer_plugin.checkpoints import manifest
-from trainer_plugin.checkpoints.tier import Tier
 
 
 def loss_fn(model, batch):
@@ -39,13 +38,8 @@ def proofs(job) -> tuple[float, float]:
 
 def tamper(tmp_path, step: int) -> None:
     """Make a checkpoint whose files are as they were written and whose state is not the one that was probed."""
-    for name in ("local", "shared"):
-        path = checkpoint_folder(tmp_path, name, step, branch=1)
-        found = manifest.read(path)
-        tier = Tier(name, path.parent, None)
-        snapshot = tier.read(path.name)
-        snapshot.tensors["model/0.0.weight"].add_(0.1)
-        tier.write(snapshot, found)
+    for tier in ("local", "shared"):
+        rewrite(tmp_path, tier, step, lambda snapshot: snapshot.tensors["model/0.0.weight"].add_(0.1), branch=1)
 
 
 def test_a_probe_changes_no_bit_of_the_training(make_guard, tmp_path):

@@ -243,6 +243,28 @@ def test_a_tier_that_is_not_there_is_a_problem(run):
     assert found.checkpoints[0].tiers == {"local": "absent", "shared": "whole"}
 
 
+def test_what_anybody_may_write_is_not_read(run):
+    """The job refuses that tier, so nothing of it counts: a line says what to do, and the other tier's are targets."""
+    run.tiers["local"].chmod(0o777)
+    found = run.look()
+    assert found.problems == [
+        f"tier local: anybody may write in {run.tiers['local']}: take that right away (chmod o-w)"
+    ]
+    assert [one.tiers for one in found.checkpoints] == [{"local": "absent", "shared": "whole"}] * 3
+    assert found.rollback_target == 30
+
+
+def test_another_runs_checkpoint_is_none(run):
+    """Copied here by hand it is told and never a target, as the job leaves it alone."""
+    path = run.path("local", 30) / manifest.NAME
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), "run": "other"}))
+    shutil.rmtree(run.path("shared", 30))
+    found = run.look()
+    assert found.problems == [f"{path}: another run's checkpoint"]
+    assert (found.checkpoints[0].step, found.checkpoints[0].obstacle) == (30, "whole in no tier")
+    assert found.rollback_target == 20
+
+
 def test_a_run_without_checkpoints_has_no_target(tmp_path):
     """Nothing is wrong with it, and a rollback could go nowhere."""
     found = Run(tmp_path).look()

@@ -1,6 +1,7 @@
 """The manifest: a checkpoint is real when it is there, and whole when every file is what it says."""
 
 import hashlib
+import os
 
 import msgspec
 import pytest
@@ -141,14 +142,46 @@ def test_no_checkpoint_cannot_be_copied(tmp_path):
     assert not (tmp_path / "target").exists()
 
 
-def test_the_manifest_is_removed_first(folder, tmp_path):
-    """A removal that fails half-way leaves no checkpoint behind."""
-    link = tmp_path / "link"
-    link.symlink_to(folder)  # A tree behind a link is not removed.
-    with pytest.raises(OSError, match="link"):
-        manifest.remove(link)
+def test_of_a_link_only_the_link_is_removed(folder, tmp_path):
+    """Whoever links an archived checkpoint into a tier keeps it whole when the tier has no more use for it."""
+    link = tmp_path / "local" / folder.name
+    link.parent.mkdir()
+    link.symlink_to(folder)
+    manifest.remove(link)
+    assert not link.is_symlink()
+    assert manifest.faults(folder, manifest.read(folder)) == []
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_waited_for_by_nobody(folder):
+    """In the place of a file it is a fault, in that of the manifest there is no checkpoint, and neither is opened."""
+    found = manifest.read(folder)
+    (folder / "plain.pt").unlink()
+    os.mkfifo(folder / "plain.pt")
+    assert manifest.faults(folder, found) == [f"{folder / 'plain.pt'}: no regular file"]
+    (folder / manifest.NAME).unlink()
+    os.mkfifo(folder / manifest.NAME)
     assert manifest.read(folder) is None
-    assert (folder / "tensors").exists()
+    assert manifest.refusal(folder) == "its manifest is damaged"
+
+
+def test_fields_that_came_later_are_no_other_schema(folder):
+    """A manifest of before there were tier, proof and writer is read, and one with a field more than these as well."""
+    path = folder / manifest.NAME
+    told = msgspec.json.decode(path.read_bytes())
+    later = ("tier", "proven", "probe_loss", "writer")
+    for content in ({key: value for key, value in told.items() if key not in later}, {**told, "ranks": 2}):
+        path.write_bytes(msgspec.json.encode(content))
+        found = manifest.read(folder)
+        assert (found.step, found.proven, found.probe_loss) == (40, False, None)
+        assert manifest.faults(folder, found) == []
+
+
+def test_a_name_that_no_file_can_have_is_a_fault(folder):
+    """A manifest that names a file with a NUL in it is held against its checkpoint, and is no error."""
+    found = manifest.read(folder)
+    odd = msgspec.structs.replace(found, files={**found.files, "a\0b": File(bytes=1, sha256="0")})
+    assert [problem.partition(": ")[2] for problem in manifest.faults(folder, odd)] == ["embedded null byte"]
 
 
 def test_removing_what_is_gone_is_nothing(folder):

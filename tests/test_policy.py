@@ -12,7 +12,7 @@ from exporter.commands import Command
 from trainer_plugin.detection.detectors import DetectionConfig, Verdict
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.detection.readings import Readings
-from trainer_plugin.policy.budget import BudgetConfig, Rollback
+from trainer_plugin.policy.budget import BudgetConfig, Rollback, in_vain
 from trainer_plugin.policy.decisions import ActionsConfig, Moment
 from trainer_plugin.policy.ladder import HEALED_STEPS, NO_UPDATES_STEPS, Policy
 from trainer_plugin.policy.state import PolicyState
@@ -645,6 +645,13 @@ def test_the_budget_of_a_place_is_kept(job):
     assert [went[0] for went in job.went] == ["clip", "rollback", "rollback"]
     assert said == ["refused_budget"]
     assert "same_target (2)" in job.incident.remedies[-1].detail
+
+
+def test_places_that_are_not_known_are_not_one_place():
+    """While no target is whole in both tiers (-1), an earlier incident's rollback is none in vain for a new one."""
+    unknown = [Rollback(at=0.0, at_step=50, at_steps_total=50, to_step=40, nearest_step=-1, incident=1)]
+    assert in_vain(unknown, 2, -1, 10.0) == []
+    assert in_vain(unknown, 1, -1, 10.0) == unknown
 
 
 def test_no_budget_at_all():

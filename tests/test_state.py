@@ -153,6 +153,53 @@ def test_c09_moments_go_to_their_parameters_by_name():
     assert optimizer.state[model.b]["exp_avg"].item() == pytest.approx(10.0)
 
 
+def test_c09_a_name_that_begins_like_another_keeps_to_itself():
+    """The moments of `a/b` are not taken for some of `a`, in whatever order a set gives the two."""
+    model = nn.Module()
+    for name in ("a", "a/b"):
+        model.register_parameter(name, nn.Parameter(torch.ones(1)))
+    optimizer = torch.optim.Adam(list(set(model.parameters())))
+    for parameter, gradient in zip(model.parameters(), (1.0, 100.0), strict=True):
+        parameter.grad = torch.tensor([gradient])
+    optimizer.step()
+    state = TrainingState(model=model, optimizers=[optimizer])
+    snapshot = state.capture({})
+    state.restore(snapshot)
+    kept = [optimizer.state[parameter] for parameter in model.parameters()]
+    assert [set(moments) for moments in kept] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
+    assert [moments["exp_avg"].item() for moments in kept] == pytest.approx([0.1, 10.0])
+
+
+def test_data_that_come_later_or_no_more_are_told(caplog):
+    """A checkpoint without a place in the data, or a loop without data, goes on and says that these do not go back."""
+
+    def loop(data):
+        model = nn.Linear(4, 1)
+        return TrainingState(model=model, optimizers=[torch.optim.SGD(model.parameters())], data=data)
+
+    for data in (None, Data(Batches())):
+        loop(data).restore(loop(data).capture({}))
+    assert caplog.text == ""
+    loop(Data(Batches())).restore(loop(None).capture({}))
+    assert caplog.messages == ["the checkpoint has no place in the data: they go on with batch 0"]
+    caplog.clear()
+    loop(None).restore(loop(Data(Batches())).capture({}))
+    assert caplog.messages == ["the checkpoint has a place in the data, this loop has given none: they do not go back"]
+
+
+@pytest.mark.parametrize("part", ["model", "optimizers", "scheduler", "scaler", "data", "rng", "guard"])
+def test_a_state_without_one_of_its_parts_is_refused(part):
+    """What other code has saved is told by the part that it lacks, and nothing has been changed."""
+    loop = Loop()
+    snapshot = loop.state.capture({})
+    del snapshot.plain[part]
+    loop.run(1)
+    before = loop.everything()
+    with pytest.raises(ValueError, match=f"does not fit: its part `{part}` is missing in the checkpoint"):
+        loop.state.restore(snapshot)
+    assert equal(loop.everything(), before)
+
+
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
 def test_c10_moments_keep_their_dtype(moment):
     """An fp32 moment of a bf16 weight stays fp32 with the same bits, and a bf16 moment of an fp32 weight bf16."""
@@ -237,19 +284,25 @@ def test_c23_twenty_overflows_leave_an_optimizer_without_a_state():
 
 
 def test_c24_taking_a_state_before_the_first_step_changes_no_bit():
-    """Captured and looked at before the first of five steps, a run ends in the same bits as one that was not."""
-    loops = [Loop(), Loop()]
-    snapshot = loops[0].state.capture({})
-    assert loops[0].state.live({}).plain["optimizers"] == snapshot.plain["optimizers"]
-    assert loops[0].state.tensors().keys() == snapshot.tensors.keys()
-    losses = []
-    for loop in loops:
+    """Captured and looked at before the first of five steps, a run ends in the same bits as one that was not.
+
+    Not even a random number is drawn: dropout and all three generators go on as they would have.
+    """
+
+    def end(*, looked_at):
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
-        losses.append(loop.run(5))
-    assert losses[0] == losses[1]
-    assert equal(loops[0].everything(), loops[1].everything())
+        loop = Loop()
+        if looked_at:
+            snapshot = loop.state.capture({})
+            assert loop.state.live({}).plain["optimizers"] == snapshot.plain["optimizers"]
+            assert loop.state.tensors().keys() == snapshot.tensors.keys()
+        return loop.run(5), loop.everything()
+
+    (losses, wanted), (others, found) = end(looked_at=False), end(looked_at=True)
+    assert losses == others
+    assert equal(wanted, found)
 
 
 @pytest.mark.parametrize("given", ["none", "disabled"])

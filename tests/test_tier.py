@@ -1,18 +1,22 @@
 """One tier: a folder that is the training user's own, in which a failed write leaves nothing."""
 
+import hashlib
 import os
+import pickle
 import resource
+import shutil
 import subprocess
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import pytest
 import torch
-from tiers import flip
+from tiers import Trap, flip
 from training import snapshot
 
 from trainer_plugin.checkpoints import manifest
-from trainer_plugin.checkpoints.manifest import Manifest
+from trainer_plugin.checkpoints.manifest import File, Manifest
 from trainer_plugin.checkpoints.retention import SaveEvery
 from trainer_plugin.checkpoints.state import Snapshot
 from trainer_plugin.checkpoints.tier import Tier
@@ -163,6 +167,61 @@ def test_a_folder_of_somebody_else_is_refused(tier):
         for path, mode in modes.items():
             path.chmod(mode)
     assert again.whole == {}
+
+
+def test_what_is_refused_is_not_read_later_either(tier):
+    """A folder that anybody may write is neither checked nor opened, copied to or written, until the right is gone."""
+    tier.folder.chmod(0o777)
+    again = Tier("local", tier.folder, tier.retention)
+    with pytest.raises(PermissionError):
+        again.open()
+    name = draft(10).name
+    for access in (again.faults, again.read, partial(again.take, tier), lambda _: again.write(snapshot(20), draft(20))):
+        with pytest.raises(OSError, match="anybody may write"):
+            access(name)
+    tier.folder.chmod(0o700)
+    assert again.faults(name) == []
+
+
+def test_another_runs_checkpoint_is_left_alone(tier, caplog):
+    """Copied here by hand it is neither listed nor whole nor removed, and one line says whose it is not."""
+    other = tier.folder.with_name("other")
+    shutil.copytree(tier.folder, other)
+    found = Tier("local", other, tier.retention)
+    found.open()
+    assert found.whole == {}
+    assert found.left_alone == [f"{other / draft(10).name}: left alone: another run's checkpoint"]
+    assert caplog.messages == found.left_alone
+    assert found.faults(draft(10).name) == [f"{other / draft(10).name}: no checkpoint there"]
+    found.rotate(set())
+    assert manifest.read(other / draft(10).name) is not None
+
+
+def test_a_link_in_a_tier_is_read_and_rotated_as_one(tier, tmp_path):
+    """A checkpoint that is linked in is found; rotated away, its archive is as it was, and nothing has failed."""
+    archive = tmp_path / "archive"
+    (tier.folder / draft(10).name).rename(archive)
+    (tier.folder / draft(10).name).symlink_to(archive)
+    again = anew(tier)
+    assert again.faults(draft(10).name) == []
+    again.rotate(set())
+    assert list(tier.folder.iterdir()) == []
+    assert {path.name for path in archive.iterdir()} == {"plain.pt", ".metadata", "__0_0.distcp", manifest.NAME}
+
+
+def test_what_is_no_state_is_an_error_of_the_disk(tier, tmp_path):
+    """A pickle that somebody planted with a manifest to fit runs no code, and the read fails in one line."""
+    folder, marker = tier.folder / draft(10).name, tmp_path / "marker"
+    (folder / "plain.pt").write_bytes(pickle.dumps(Trap(marker), protocol=2))
+    found = manifest.read(folder)
+    content = (folder / "plain.pt").read_bytes()
+    entry = File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    manifest.seal(folder, msgspec.structs.replace(found, files={**found.files, "plain.pt": entry}))
+    assert tier.faults(found.name) == []
+    with pytest.raises(OSError, match="not a state that can be read: UnpicklingError") as caught:
+        tier.read(found.name)
+    assert "\n" not in str(caught.value)
+    assert not marker.exists()
 
 
 def test_another_schema_is_left_alone_and_its_writer_told(tier, caplog):

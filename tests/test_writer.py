@@ -1,18 +1,23 @@
 """The background writer: what was taken is written, and a tier that fails, hangs or comes back stops nothing."""
 
 import errno
+import multiprocessing
 import os
+import shutil
+import signal
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from tiers import FaultyTier, open_checkpoints, save, target_steps, whole
+from tiers import FaultyTier, checkpoint_folder, open_checkpoints, save, target_steps, whole
 from training import snapshot
 from waiting import wait_for
 
 from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.tier import Tier
 
 TIERS = ("local", "shared")
 
@@ -194,6 +199,108 @@ def test_c20_the_last_durable_step_is_the_previous_one_until_the_next_is_whole(c
     hang.set()
     assert checkpoints.wait(8.0)
     assert [checkpoints.newest_step(name) for name in TIERS] == [20, 20]
+
+
+class Halting(dict):
+    """Tensors at which a writer stops until it is let go."""
+
+    def __init__(self, tensors, end) -> None:
+        super().__init__(tensors)
+        self.end = end
+
+    def items(self):
+        """Wait."""
+        self.end.wait()
+        return super().items()
+
+
+class HaltingTier(Tier):
+    """A tier that stops in the middle of each checkpoint, its first file written, once it has an `end` to wait for."""
+
+    end: threading.Event | None = None
+
+    def write(self, snapshot, draft):
+        """Write, as far as that goes."""
+        halted = snapshot if self.end is None else replace(snapshot, tensors=Halting(snapshot.tensors, self.end))
+        return super().write(halted, draft)
+
+
+def half_saved(folder):
+    """Checkpoints of which one each is kept: step 10 in both tiers, step 20 half in the local one."""
+    checkpoints = open_checkpoints(folder, options={"keep_local": 1, "keep_shared": 1}, make_tier=HaltingTier)
+    save(checkpoints, 10)
+    checkpoints._local.end = threading.Event()
+    assert checkpoints.save(snapshot(20), 20)
+    wait_for((checkpoint_folder(folder, "local", 20) / "plain.pt").exists)
+    return checkpoints
+
+
+def test_c20_half_a_checkpoint_is_not_told_and_costs_no_other(tmp_path):
+    """In the middle of a write the newest is the one before, which is there although one is all that is kept."""
+    checkpoints = half_saved(tmp_path)
+    assert [checkpoints.newest_step(name) for name in TIERS] == [10, 10]
+    assert target_steps(checkpoints) == [10]
+    assert checkpoint_folder(tmp_path, "local", 10).exists()
+    checkpoints._local.end.set()
+    assert checkpoints.wait(8.0)
+    assert [checkpoints.newest_step(name) for name in TIERS] == [20, 20]
+    assert whole(tmp_path, "local") == whole(tmp_path, "shared") == {20: []}
+
+
+def test_c20_killed_in_the_middle_of_a_write_the_one_before_is_loaded(tmp_path):
+    """After kill -9 the newest is the previous checkpoint, whole in both tiers, and the half one is gone."""
+
+    def job():
+        half_saved(tmp_path)
+        (tmp_path / "half").touch()
+        threading.Event().wait()
+
+    process = multiprocessing.get_context("fork").Process(target=job, daemon=True)
+    process.start()
+    try:
+        wait_for((tmp_path / "half").exists)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    again = open_checkpoints(tmp_path)
+    assert target_steps(again) == [10]
+    assert again.load(again.targets(100)[0]).snapshot.plain == {"guard": {"step": 10}}
+    assert whole(tmp_path, "local") == whole(tmp_path, "shared") == {10: []}
+
+
+def with_fault(name, fault):
+    """A function that makes tiers, of which one has a fault from the beginning."""
+
+    def make_tier(*arguments):
+        tier = FaultyTier(*arguments)
+        if tier.name == name:
+            tier.fault = fault
+        return tier
+
+    return make_tier
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_a_tier_that_hangs_at_the_start_is_left_behind(tmp_path, hang, name):
+    """The job goes on with the other one once its time is up, and takes it in when it answers."""
+    save(open_checkpoints(tmp_path), 10)
+    checkpoints = open_checkpoints(tmp_path, make_tier=with_fault(name, hang.wait), hang_seconds=0.5)
+    (target,) = checkpoints.targets(100)
+    assert checkpoints.tiers(target) == ("shared" if name == "local" else "local",)
+    assert checkpoints.load(target).degraded == (name,)
+    hang.set()
+    wait_for(lambda: checkpoints.tiers(target) == TIERS)
+    save(checkpoints, 20)
+    assert whole(tmp_path, name) == {10: [], 20: []}
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_a_start_that_hangs_with_nothing_elsewhere_is_an_error(tmp_path, hang, name):
+    """Where the other tier holds nothing the start fails in a line with the folder: nothing is begun anew beside it."""
+    save(open_checkpoints(tmp_path), 10)
+    shutil.rmtree(tmp_path / ("shared" if name == "local" else "local"))
+    with pytest.raises(TimeoutError, match=rf"checkpoints\.{name}: folder .*{name}/tiny: no answer within"):
+        open_checkpoints(tmp_path, make_tier=with_fault(name, hang.wait), hang_seconds=0.5)
 
 
 def test_a_state_that_cannot_be_written_is_counted_and_leaves_nothing(checkpoints, failures, tmp_path):

@@ -7,8 +7,20 @@ from training import snapshot
 
 from trainer_plugin.checkpoints import manifest
 from trainer_plugin.checkpoints.retention import CheckpointsConfig, Lineage
+from trainer_plugin.checkpoints.state import Snapshot
 from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.checkpoints.tier import Tier
+
+
+class Trap:
+    """An object that tells of it when it is unpickled."""
+
+    def __init__(self, marker) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        """What a pickle has done when it is read."""
+        return (type(self.marker).touch, (self.marker,))
 
 
 def nothing() -> None:
@@ -19,6 +31,11 @@ class FaultyTier(Tier):
     """A tier whose every access to its files does `fault` first: raise what a disk would, or wait."""
 
     fault: Callable[[], object] = staticmethod(nothing)
+
+    def open(self):
+        """Fail, or find what is there."""
+        self.fault()
+        super().open()
 
     def write(self, snapshot, draft):
         """Fail, or write."""
@@ -69,6 +86,15 @@ def target_steps(checkpoints: Checkpoints, before: int = 1 << 62, **options) -> 
 def checkpoint_folder(folder: Path, tier: str, step: int, branch: int = 0) -> Path:
     """Where a checkpoint lies in a tier."""
     return folder / tier / "tiny" / f"step-{step:09d}-{branch:03d}"
+
+
+def rewrite(folder: Path, tier: str, step: int, change: Callable[[Snapshot], object], *, branch: int = 0) -> None:
+    """Make a checkpoint of another state, files and hashes all in agreement."""
+    path = checkpoint_folder(folder, tier, step, branch)
+    found, there = manifest.read(path), Tier(tier, path.parent, None)
+    snapshot = there.read(path.name)
+    change(snapshot)
+    there.write(snapshot, found)
 
 
 def flip(path: Path, place: int | None = None) -> None:

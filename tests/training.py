@@ -96,6 +96,7 @@ class Job:
     guard: Guard | None = None
     used: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    disk_seconds: float | None = None
 
     def watch_rates(self) -> None:
         """Keep the learning rate that each step really uses; after the guard, whose hooks then come first."""
@@ -115,7 +116,7 @@ class Job:
             self.scheduler.step()
         self.optimizer.zero_grad()
         self.guard.end_step()
-        self.guard._parts.checkpoints.wait()  # A step here is quicker than a disk.
+        self.guard._parts.checkpoints.wait(self.disk_seconds)  # A step here is quicker than a disk.
         return loss.item()
 
     def run(self, until: int) -> None:

@@ -22,6 +22,7 @@ class History:
         self._checkpoints = checkpoints
         self._state = state
         self._monitor = monitor
+        self._fresh_monitor = monitor.state_dict()
         self.step = 0
         self.steps_total = steps_total
 
@@ -31,7 +32,8 @@ class History:
         Anew is from `start_step` on, where the loop stands by itself.
 
         Raises:
-            ValueError: the checkpoint does not fit this training loop, or there is none and `resume` is `require`.
+            ValueError: the checkpoint does not fit this training loop; or there is none and `resume` is `require`; or
+                none that lies there can be loaded and `resume` is `auto`: days of training are not begun anew unasked.
         """
         before_step = incident.before_step if incident is not None else _ANY_STEP
         before = self._checkpoints.targets(before_step, proven_only=False)
@@ -50,6 +52,13 @@ class History:
         if resume == "require":
             where = "" if incident is None else f" before step {before_step}"
             raise ValueError(f"run {run}: resume is `require`, and there is no checkpoint to go on from{where}")
+        left_alone = self._checkpoints.left_alone
+        if resume == "auto" and (before or rest or left_alone):
+            told = left_alone[0] if left_alone else "whole in no tier"
+            raise ValueError(
+                f"run {run}: no checkpoint that lies there can be gone on from ({told}; the log says more); `never` as "
+                "`resume` begins anew"
+            )
         self.step = start_step
         self._checkpoints.lineage.begin(start_step)  # What an earlier job saved here belongs to other weights.
         self._checkpoints.proven_step = -1
@@ -96,7 +105,11 @@ class History:
         """Take up the guard's own part of a state that was restored; what is trained from here on is a new branch."""
         guard = loaded.snapshot.plain["guard"]
         self.step = guard["step"]
-        self._monitor.load_state_dict(guard["monitor"])
+        try:
+            self._monitor.load_state_dict(guard["monitor"])
+        except Exception as error:  # noqa: BLE001 - another version's: weights are worth more than what was normal
+            self._monitor.load_state_dict(self._fresh_monitor)
+            _log.warning("the detectors learn anew, what they had is of another version of this: %r", error)
         self._checkpoints.lineage.begin(self.step)
         self._checkpoints.proven_step = min(self._checkpoints.proven_step, self.step)
 

@@ -100,8 +100,8 @@ class Parts:
         config = self.config
         self.checkpoints = Checkpoints(config.checkpoints, config.run, on_failure=self.count_checkpoint_failure)
         self.checkpoints.open()
-        self._run_state = self.folder.state or self.folder.recovered_state(lasting_copy(self.checkpoints))
-        state = self._run_state
+        newest_branch = max((checkpoint.branch for checkpoint in self.checkpoints.newest_first()), default=0)
+        state = self._run_state = self.folder.last_state(newest_branch, lambda: lasting_copy(self.checkpoints))
         self.checkpoints.lineage, self.checkpoints.proven_step = state.lineage, state.proven_step
         self.monitor = Monitor(config.detection)
         self.history = History(self.checkpoints, self.state, self.monitor, steps_total=state.steps_total)

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,19 @@ class JobFolder:
         self.quarantine.append(entry)
         _append(self.path / "quarantine.jsonl", msgspec.json.encode(entry))
 
-    def recovered_state(self, copy: dict[str, Any] | None) -> RunState:
-        """For a run without its folder's state: the copy in its newest checkpoint, or a new one."""
-        if copy is None:
-            return RunState()
-        _log.warning("run %s: state.json is gone: its copy in the newest checkpoint is used", self.path.name)
-        state = msgspec.convert(copy, RunState)
+    def last_state(self, newest_branch: int, copy: Callable[[], dict[str, Any] | None]) -> RunState:
+        """The folder's state; where it is gone, or was not written when the run went back, a checkpoint's `copy` of it.
+
+        `newest_branch` is the highest that any checkpoint is of, 0 where there is none.
+        """
+        if self.state is not None and newest_branch <= self.state.lineage.branch:
+            return self.state
+        lasting = copy()
+        if lasting is None:
+            return self.state or RunState()
+        what = "gone" if self.state is None else "older than the newest checkpoint"
+        _log.warning("run %s: state.json is %s: its copy in that one is used", self.path.name, what)
+        state = msgspec.convert(lasting, RunState)
         for entry in state.quarantine:
             if entry not in self.quarantine:
                 self.add_quarantine(entry)

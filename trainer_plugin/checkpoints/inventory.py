@@ -77,7 +77,8 @@ def take_inventory(
     folders = {tier: Path(getattr(config, tier)) / run for tier in TIERS}
     found = Inventory(run=run, verified=verify, tiers={tier: str(folder) for tier, folder in folders.items()})
     state = _read_state(run_folder / "state.json", found)
-    looks = {tier: _Look(folder, verify=verify, tell=tell) for tier, folder in folders.items()}
+    user = run_folder.stat().st_uid
+    looks = {tier: _Look(folder, run, user, verify=verify, tell=tell) for tier, folder in folders.items()}
     for tier, look in looks.items():
         look.read(found, f"tier {tier}")
     for name in {name for look in looks.values() for name in look.states}:
@@ -89,29 +90,38 @@ def take_inventory(
     )
     target = next((one for one in found.checkpoints if not one.obstacle), None)
     found.rollback_target = target.step if target is not None else None
-    _add_scenes(run_folder / "scenes", found, verify=verify, tell=tell)
+    _add_scenes(_Look(run_folder / "scenes", run, user, verify=verify, tell=tell), found)
     return found
 
 
 class _Look:
-    """One folder of checkpoints: `states` by name, `whole` or `damaged`, and the `manifests` that can be read."""
+    """A folder with the checkpoints of a run, whose job is that user's: `states` by name, `whole` or `damaged`.
 
-    def __init__(self, folder: Path, *, verify: bool, tell: Callable[[str], None]) -> None:
+    `manifests` are those that can be read.
+    """
+
+    def __init__(self, folder: Path, run: str, user: int, *, verify: bool, tell: Callable[[str], None]) -> None:
         self.states: dict[str, str] = {}
         self.manifests: dict[str, Manifest] = {}
-        self._folder = folder
+        self.folder = folder
+        self._run = run
+        self._user = user
         self._verify = verify
         self._tell = tell
 
     def read(self, found: Inventory, what: str) -> None:
         """Look at every checkpoint; what is wrong goes into the problems."""
         try:
-            names = sorted(filter(_NAME.fullmatch, os.listdir(self._folder)))  # noqa: PTH208 - names
+            names = sorted(filter(_NAME.fullmatch, os.listdir(self.folder)))  # noqa: PTH208 - names
+            mistrust = manifest.mistrust(self.folder, self._user)
         except OSError as error:
-            found.problems.append(f"{what}: {self._folder}: {error.strerror or error}")
+            found.problems.append(f"{what}: {self.folder}: {error.strerror or error}")
+            return
+        if mistrust:  # The job reads nothing of it either.
+            found.problems.append(f"{what}: {mistrust}")
             return
         for name in names:
-            self._look(self._folder / name, found)
+            self._look(self.folder / name, found)
 
     def _look(self, folder: Path, found: Inventory) -> None:
         path, seen = folder / manifest.NAME, True
@@ -127,6 +137,8 @@ class _Look:
         if size is not None and size > _MAX_BYTES:
             reason = f"{size} bytes are too many"
         known = manifest.read(folder) if reason is None else None
+        if known is not None and known.run != self._run:
+            known, reason = None, manifest.STRANGER
         if known is None:
             faults = [f"{path}: {reason or manifest.refusal(folder)}"]
         else:
@@ -188,10 +200,10 @@ def _is_proven(known: Manifest, state: _State) -> bool:
     return known.step <= state.proven_step and not suspect
 
 
-def _add_scenes(folder: Path, found: Inventory, *, verify: bool, tell: Callable[[str], None]) -> None:
+def _add_scenes(look: _Look, found: Inventory) -> None:
+    folder = look.folder
     if not folder.exists():
         return
-    look = _Look(folder, verify=verify, tell=tell)
     look.read(found, "scenes")
     for name, state in look.states.items():
         known, told = look.manifests.get(name), scene.read(folder / name)

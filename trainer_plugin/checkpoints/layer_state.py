@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_plugin.checkpoints.state import Moments, Snapshot, moments_of
+from trainer_plugin.checkpoints.state import Moments, Snapshot, kept_moments, moments_of
 from trainer_plugin.step.probe import layer_of, plain_name
 
 
@@ -52,12 +52,13 @@ class LayerState:
         tensors = self._tensors(layers)
         # All that can fail comes first: what follows only copies and assigns.
         weights = {name: snapshot.tensors[f"model/{name}"].to(here.device) for name, here in tensors.items()}
+        kept = kept_moments(snapshot) if moments == "restore" else {}
         states: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = []
         for (number, name), parameter, _ in self._places(layers) if moments != "keep" else ():
             optimizer, state = self._optimizers[number], {}
             if moments == "restore":
                 group = next(g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
-                state = moments_of(snapshot, number, name, parameter, group)
+                state = moments_of(kept.get((number, name), {}), parameter, group)
             states.append((optimizer, parameter, state))
         for name, here in tensors.items():
             here.copy_(weights[name])

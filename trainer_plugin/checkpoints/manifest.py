@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import shutil
+import stat
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ except PackageNotFoundError:
     WRITER = "pretraining-guard from a checkout"
 _BLOCK_BYTES = 1 << 20
 _LONGEST_WRITER = 100
+STRANGER = "another run's checkpoint"
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def read(folder: Path) -> Manifest | None:
     """The manifest of a folder; None where there is none, or none that can be understood."""
     try:
-        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(_content(folder / NAME), type=Manifest)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return None
     plain_names = all(Path(name).name == name for name in manifest.files)
@@ -112,7 +114,7 @@ def read(folder: Path) -> Manifest | None:
 def refusal(folder: Path) -> str:
     """Why the manifest that lies in a folder is not read: in one line, with what wrote it where that is told."""
     try:
-        told = msgspec.json.decode((folder / NAME).read_bytes())
+        told = msgspec.json.decode(_content(folder / NAME))
         schema, writer = told["schema"], str(told.get("writer") or "")
     except (OSError, msgspec.MsgspecError, RecursionError, TypeError, KeyError, AttributeError):
         return "its manifest is damaged"
@@ -121,6 +123,21 @@ def refusal(folder: Path) -> str:
         named = writer if writer.isprintable() and 0 < len(writer) <= _LONGEST_WRITER else "an unnamed version"
         return f"schema {schema}, written by {named}; this reads {SCHEMA}"
     return "its manifest is damaged, or another checkpoint's"
+
+
+def mistrust(folder: Path, user: int) -> str:
+    """Why what lies in a folder is not to be opened by a user (by number): others may put it there. Empty if not.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    status = folder.stat()
+    if status.st_mode & stat.S_IWOTH:
+        return f"anybody may write in {folder}: take that right away (chmod o-w)"
+    # What root squashing makes of root's folders belongs to somebody else, too.
+    if user != 0 and status.st_uid not in (user, 0):
+        return f"{folder} belongs to user {status.st_uid}, not to the one who trains"
+    return ""
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -146,8 +163,8 @@ def faults(folder: Path, manifest: Manifest) -> list[str]:
         path = folder / name
         try:
             found = _hash(path)
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
+        except (OSError, ValueError) as error:  # A name may be none that a file can have.
+            problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
             continue
         if found != wanted:
             problems.append(f"{path}: content is not what was written")
@@ -188,7 +205,9 @@ def copy(source: Path, target: Path, *, tier: str) -> Manifest:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that a half-removed one is none."""
+    """Remove a checkpoint, its manifest first, so that a half-removed one is none; of a link the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
     (folder / NAME).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
@@ -202,6 +221,7 @@ def discard(folder: Path) -> None:
 
 
 def _hash(path: Path) -> File:
+    _check_regular(path)
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
@@ -209,3 +229,14 @@ def _hash(path: Path) -> File:
             digest.update(block)
             size += len(block)
     return File(bytes=size, sha256=digest.hexdigest())
+
+
+def _content(path: Path) -> bytes:
+    _check_regular(path)
+    return path.read_bytes()
+
+
+def _check_regular(path: Path) -> None:
+    """A pipe would be waited at for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("no regular file")

@@ -20,6 +20,7 @@ from trainer_plugin.data.batches import Data
 _log = logging.getLogger(__name__)
 
 Moments = Literal["restore", "reset", "keep"]
+_PARTS = ("model", "optimizers", "scheduler", "scaler", "data", "rng", "guard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +129,9 @@ class TrainingState:
 
     def mismatches(self, snapshot: Snapshot) -> list[str]:
         """What of a snapshot does not fit this training loop, by name; empty when it can be restored."""
-        problems = []
+        problems = [f"its part `{part}` is missing in the checkpoint" for part in _PARTS if part not in snapshot.plain]
+        if problems:
+            return problems
         wanted = {f"model/{name}": v for name, v in self._model.state_dict().items() if isinstance(v, Tensor)}
         stored = {name for name in snapshot.tensors if name.startswith("model/")}
         problems += [f"{name} is missing in the checkpoint" for name in sorted(wanted.keys() - stored)]
@@ -174,14 +177,22 @@ class TrainingState:
         for number, entry in enumerate(plain["optimizers"]):
             self._restore_optimizer(number, entry, snapshot, moments)
         self._restore_scaler(plain["scaler"])
-        if self._data is not None and plain["data"] is not None:
-            self._data.load_state_dict(plain["data"])
+        self._restore_data(plain["data"])
         self._check_rates(snapshot.plain)
         set_rng_state(plain["rng"])
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.proof is not None:
             self.proof.check(snapshot.plain.get("probe"), unproven=unproven)
+
+    def _restore_data(self, saved: dict[str, Any] | None) -> None:
+        """A run may be given its data later, or no more: then they do not go back, and that is said."""
+        if self._data is not None and saved is not None:
+            self._data.load_state_dict(saved)
+        elif self._data is not None:
+            _log.warning("the checkpoint has no place in the data: they go on with batch %d", self._data.position)
+        elif saved is not None:
+            _log.warning("the checkpoint has a place in the data, this loop has given none: they do not go back")
 
     def _restore_scaler(self, saved: dict[str, Any] | None) -> None:
         """A run may change its precision: a scaler without a saved scale keeps the one it was built with (C13)."""
@@ -205,7 +216,7 @@ class TrainingState:
             raise ValueError(f"learning rates after the restore: optimizer {now}, schedule {told}, saved {saved}")
 
     def _restore_optimizer(self, number: int, entry: dict[str, Any], snapshot: Snapshot, moments: Moments) -> None:
-        optimizer = self._optimizers[number]
+        optimizer, kept = self._optimizers[number], kept_moments(snapshot)
         if moments != "keep":
             optimizer.state.clear()
         for group, names, saved in zip(optimizer.param_groups, self._names[number], entry["groups"], strict=True):
@@ -213,25 +224,34 @@ class TrainingState:
             if moments != "restore":
                 continue
             for parameter, name in zip(group["params"], names, strict=True):
-                state = moments_of(snapshot, number, name, parameter, group)
+                state = moments_of(kept.get((number, name), {}), parameter, group)
                 if state:
                     optimizer.state[parameter] = state
 
 
-def moments_of(
-    snapshot: Snapshot, number: int, name: str, parameter: nn.Parameter, group: dict[str, Any]
-) -> dict[str, Any]:
-    """Copies of what a snapshot holds of one parameter's optimizer state, each where torch keeps it; empty if nothing.
-
-    `number` is the optimizer's, `name` the parameter's in the model, `group` the one that it is in now.
-    """
-    prefix = f"optimizer/{number}/{name}/"
-    state: dict[str, Any] = plain_copy(snapshot.plain["optimizers"][number]["state"].get(name, {}))
+def kept_moments(snapshot: Snapshot) -> dict[tuple[int, str], dict[str, Any]]:
+    """What a snapshot holds of each parameter's optimizer state, by the optimizer's number and the parameter's name."""
+    kept = {
+        (number, name): dict(state)
+        for number, entry in enumerate(snapshot.plain["optimizers"])
+        for name, state in entry["state"].items()
+    }
     for key, value in snapshot.tensors.items():
-        if key.startswith(prefix):
-            kind = key.removeprefix(prefix)
-            state[kind] = value.to(_state_device(kind, parameter, group), copy=True)
-    return state
+        if key.startswith("optimizer/"):
+            number, name_and_kind = key.removeprefix("optimizer/").split("/", 1)
+            name, kind = name_and_kind.rsplit("/", 1)
+            kept.setdefault((int(number), name), {})[kind] = value
+    return kept
+
+
+def moments_of(kept: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+    """Copies of what is kept of one parameter's optimizer state, each where torch keeps it in `group`."""
+    return {
+        kind: value.to(_state_device(kind, parameter, group), copy=True)
+        if isinstance(value, Tensor)
+        else plain_copy(value)
+        for kind, value in kept.items()
+    }
 
 
 def _finite(tensor: Tensor) -> bool:

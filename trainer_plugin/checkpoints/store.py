@@ -80,9 +80,11 @@ class Checkpoints:
             ValueError: both tiers are one folder.
         """
         problems: list[OSError] = []
-        for tier in self._tiers:
+        for tier, opened in [(tier, begin(tier.open)) for tier in self._tiers]:
             try:
-                tier.open()
+                opened(self._hang_seconds)
+            except TimeoutError as error:
+                problems.append(TimeoutError(f"checkpoints.{tier.name}: folder {tier.folder}: {error}"))
             except OSError as error:
                 problems.append(error)
         if problems and (len(problems) == len(self._tiers) or not any(tier.whole for tier in self._tiers)):
@@ -131,6 +133,11 @@ class Checkpoints:
     def writes_to(self) -> str:
         """The tier that is being written to, or comes next."""
         return self._writer.at
+
+    @property
+    def left_alone(self) -> list[str]:
+        """What lies in the tiers and is not read, in lines that say why."""
+        return [line for tier in self._tiers for line in tier.left_alone]
 
     def newest_step(self, tier_name: str) -> int:
         """Step of the newest whole and finite checkpoint of the live branch in a tier; -1 if there is none."""

@@ -29,13 +29,17 @@ class Tier:
     """A run's folder of checkpoints. Every method that touches files may raise OSError, TimeoutError where it hangs.
 
     `whole` is what is known to be here without looking; `seconds` is how long the last one took to be whole.
+    `left_alone` are the folders that were found at the start and are not read, each in a line that says why. `run` is
+    whose checkpoints these are; by default the folder's name tells.
     """
 
-    def __init__(self, name: str, folder: Path, retention: SaveEvery) -> None:
+    def __init__(self, name: str, folder: Path, retention: SaveEvery, *, run: str | None = None) -> None:
         self.name = name
         self.folder = folder
         self.retention = retention
         self.whole: dict[str, Manifest] = {}
+        self.left_alone: list[str] = []
+        self._run = folder.name if run is None else run
         self.seconds: float | None = None
         self._made = False
         self._lock = threading.Lock()
@@ -48,19 +52,22 @@ class Tier:
             PermissionError: others may write in it, who could have a restore run code of theirs; nothing is read.
         """
         readable = True
-        try:
-            self._make()
-            if not os.access(self.folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "not writable")  # As the mkdir would say it.
-        except _OthersWriteError as error:
-            readable = False
-            raise PermissionError(f"checkpoints.{self.name}: {error}") from error
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise type(error)(f"checkpoints.{self.name}: folder {self.folder} cannot be written: {reason}") from error
-        finally:
-            if readable:
-                self._find()
+        with self._lock:  # One that hangs here for a while must not clear away what is being written when it goes on.
+            try:
+                self._make()
+                if not os.access(self.folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, "not writable")  # As the mkdir would say it.
+            except _OthersWriteError as error:
+                readable = False
+                raise PermissionError(f"checkpoints.{self.name}: {error}") from error
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise type(error)(
+                    f"checkpoints.{self.name}: folder {self.folder} cannot be written: {reason}"
+                ) from error
+            finally:
+                if readable:
+                    self._find()
 
     def write(self, snapshot: Snapshot, draft: Manifest) -> Manifest:
         """Write a snapshot; nothing of it stays if that fails. `draft` lacks only the files and the tier."""
@@ -89,7 +96,7 @@ class Tier:
         """What is wrong with a checkpoint here; empty if every byte is as it was written."""
         with self._held():
             folder = self.folder / name
-            found = manifest.read(folder)
+            found = self._read(folder)
             if found is None:
                 return [f"{folder}: no checkpoint there"]
             unhashed = [f"{folder}: no hash of {name}" for name in manifest.unhashed(found)]
@@ -99,7 +106,13 @@ class Tier:
         """A checkpoint that has just been found without faults."""
         with self._held():
             folder = self.folder / name
-            return Snapshot(tensors=read_tensors(folder), plain=decode_plain((folder / PLAIN).read_bytes()))
+            try:
+                return Snapshot(tensors=read_tensors(folder), plain=decode_plain((folder / PLAIN).read_bytes()))
+            except OSError:
+                raise
+            except Exception as error:  # Every byte is as its manifest says, and it is no state.
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise OSError(f"{folder}: not a state that can be read: {reason}") from error
 
     def rotate(self, kept: set[str]) -> None:
         """Remove every checkpoint but these, and forget those that somebody else has removed."""
@@ -108,44 +121,50 @@ class Tier:
                 if name not in kept:
                     self.whole.pop(name)
                     manifest.remove(self.folder / name)
-                elif manifest.read(self.folder / name) is None:
+                elif self._read(self.folder / name) is None:
                     self.whole.pop(name)
 
     def _make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        tier, run = self.folder.parent.stat(), self.folder.stat()
-        if run.st_mode & stat.S_IWOTH:
-            raise _OthersWriteError(f"anybody may write in {self.folder}: take that right away (chmod o-w)")
-        # What root squashing makes of root's folders belongs to somebody else, too.
-        if run.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise _OthersWriteError(f"{self.folder} belongs to user {run.st_uid}, not to the one who trains")
+        reason = manifest.mistrust(self.folder, os.geteuid())
+        if reason:
+            raise _OthersWriteError(reason)
+        tier = self.folder.parent.stat()
         if tier.st_mode & stat.S_IWOTH and not tier.st_mode & stat.S_ISVTX:
             _log.warning("anybody may replace the folders in %s: take that right away (chmod o-w)", self.folder.parent)
         self._made = True
 
     def _clear(self, folder: Path) -> None:
-        """Make room for a checkpoint. A tier that was there once is not made anew: its file system has gone away."""
-        if not self._made:
-            self._make()
+        """Make room for a checkpoint."""
         self.whole.pop(folder.name, None)
         manifest.remove(folder)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
+        """The folder for oneself, made and trusted; one that was there once is not made anew: it has gone away."""
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
             raise TimeoutError(f"checkpoint folder {self.folder} does not answer")
         try:
+            if not self._made:
+                self._make()
             yield
         finally:
             self._lock.release()
 
+    def _read(self, folder: Path) -> Manifest | None:
+        """The manifest of a checkpoint of this run."""
+        found = manifest.read(folder)
+        return found if found is not None and found.run == self._run else None
+
     def _find(self) -> None:
         for path in self.folder.glob(_FOLDERS):
-            found = manifest.read(path)
+            found = self._read(path)
             if found is not None:
                 self.whole[path.name] = found
             elif (path / manifest.NAME).exists():
-                _log.warning("%s: left alone: %s", path, manifest.refusal(path))
+                reason = manifest.refusal(path) if manifest.read(path) is None else manifest.STRANGER
+                self.left_alone.append(f"{path}: left alone: {reason}")
+                _log.warning("%s", self.left_alone[-1])
             else:
                 shutil.rmtree(path, ignore_errors=True)
 

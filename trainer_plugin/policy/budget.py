@@ -38,11 +38,14 @@ def recent(rollbacks: list[Rollback], now: float) -> list[Rollback]:
 
 
 def in_vain(rollbacks: list[Rollback], incident: int, nearest_step: int, now: float) -> list[Rollback]:
-    """The rollbacks of the last day that have not helped: of this very incident, or with the same nearest target."""
+    """The rollbacks of the last day that have not helped: of this very incident, or with the same nearest target.
+
+    A nearest target of -1 is not known, and the same as no other.
+    """
     return [
         rollback
         for rollback in recent(rollbacks, now)
-        if rollback.incident == incident or rollback.nearest_step == nearest_step
+        if rollback.incident == incident or rollback.nearest_step == nearest_step >= 0
     ]
 
 

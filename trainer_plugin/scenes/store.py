@@ -52,7 +52,7 @@ class Scenes:
         on_saved: Callable[[Scene, float], None],
     ) -> None:
         self._run = run_folder.name
-        self._tier = Tier("scenes", run_folder / "scenes", SaveEvery(every=spacing_steps, keep=keep))
+        self._tier = Tier("scenes", run_folder / "scenes", SaveEvery(every=spacing_steps, keep=keep), run=self._run)
         self._keep = keep
         self._spacing_steps = spacing_steps
         self._state = state
