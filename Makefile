@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-rules bench-gpu \
+.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-ranks bench-rules bench-gpu \
 	gpu-check format venv tools tools-all clean
 
 help: ## this list
@@ -42,6 +42,9 @@ bench-partial: venv ## whether a partial rollback heals: a small GPT damaged in 
 
 bench-checkpoints: venv ## what a checkpoint and the way back cost; for a quiet machine and a disk like the real one
 	$(BIN)/python tests/bench/checkpoints.py
+
+bench-ranks: venv ## what the guard costs four ranks, FSDP2 over gloo; RANKS_ARGS="--pairs 300"
+	$(BIN)/python tests/bench/ranks.py $(RANKS_ARGS)
 
 bench-rules: venv tools ## what the rules cost on a real Prometheus, and from condition to command; RULES_ARGS="--runs 8"
 	$(BIN)/python tests/bench/rules.py $(RULES_ARGS)

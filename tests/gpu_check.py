@@ -174,7 +174,7 @@ def check(name: str, options: dict[str, Any]) -> Iterator[tuple[str, bool]]:
             right = huge.withheld == "spike" and huge.grad_norm is not None and huge.grad_norm >= HUGE_NORM
             yield f"{name}: a huge gradient is withheld and told from an infinite one", same and right
         saved, parts = training.outcome(), training.guard._parts
-        parts.save_checkpoint()
+        parts.keeper.save_checkpoint()
         training.step()  # While it is on its way to the disk.
         parts.checkpoints.wait()
         (newest, *_) = parts.checkpoints.targets(1 << 62, proven_only=False)

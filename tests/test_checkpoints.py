@@ -12,7 +12,7 @@ from tiers import Trap, checkpoint_folder, flip, open_checkpoints, save, target_
 from training import snapshot
 
 from trainer_plugin.checkpoints import manifest
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.store import Checkpoints
 
 

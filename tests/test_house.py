@@ -23,7 +23,7 @@ MAX_LINES = 300
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "detection.detectors", "detection.ordered_window", "detection.tail", "detection.robust",
+    "signals", "damage", "detection.detectors", "detection.ordered_window", "detection.tail", "detection.robust",
     "detection.drift", "detection.level", "detection.oscillation", "detection.loss_scale",
     "detection.hard_batches", "detection.nonfinite", "detection.recovery", "detection.readings",
     "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.table", "policy.incidents",
@@ -33,17 +33,21 @@ ORDER = (
     "checkpoints.retention", "checkpoints.inventory", "checkpoints.inventory_table", "checkpoints.time_limit",
     "operator_command", "effects",
     # Torch, and no policy.
-    "step.row", "step.norms", "step.probe", "step.untraced", "step.layer_signals", "step.accumulation",
-    "step.unscaling", "step.shield", "learning_rate", "schedule", "faults", "placement", "checkpoints.plain",
-    "checkpoints.rng", "checkpoints.proof", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
-    "checkpoints.tensor_files", "checkpoints.tier", "checkpoints.writer", "checkpoints.set_aside", "checkpoints.store",
+    "ranks", "lines", "roll_call", "step.row", "step.norms", "step.probe", "step.shared_probe", "step.untraced",
+    "step.layer_signals", "step.shared_layers", "step.accumulation", "step.unscaling", "step.shield",
+    "learning_rate", "schedule", "faults", "placement", "checkpoints.places", "checkpoints.plain", "checkpoints.rng",
+    "checkpoints.proof", "checkpoints.snapshot", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
+    "checkpoints.tensor_files", "checkpoints.shard_files", "checkpoints.tier", "checkpoints.assembly",
+    "checkpoints.joint_plan", "checkpoints.joint_tier", "checkpoints.writer", "checkpoints.set_aside",
+    "checkpoints.store",
     # What sees both rows.
-    "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions",
-    "config", "metrics", "endpoint", "step.reader", "run_folder", "control_loop", "pull", "journal", "errors", "parts",
-    "boundary", "guard", "__init__", "framework", "hf", "lightning",
+    "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions", "config", "metrics",
+    "endpoint", "step.reader", "step.shared_reader", "step.instruments", "run_folder", "control_loop", "pull",
+    "journal", "keeper", "errors", "parts", "omissions", "boundary", "guard", "__init__", "framework", "hf",
+    "lightning",
 )  # fmt: skip
-NO_TORCH = ORDER[: ORDER.index("step.row")]
-TORCH_ROW = ORDER[ORDER.index("step.row") : ORDER.index("history")]
+NO_TORCH = ORDER[: ORDER.index("ranks")]
+TORCH_ROW = ORDER[ORDER.index("ranks") : ORDER.index("history")]
 KINDS = {"set": "gauge", "set_known": "gauge", "clear": "gauge", "add": "counter", "observe": "histogram"}
 KNOWN = {metric.name: metric for metric in CATALOG}
 

@@ -6,7 +6,7 @@ import pytest
 from exporter.commands import Command
 from exporter.page import Page
 from trainer_plugin.checkpoints.manifest import Manifest
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.store import Loaded
 from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.effects import EFFECT_STEPS

@@ -8,7 +8,8 @@ from torch import nn
 from training import Batches, equal
 
 from trainer_plugin.checkpoints.layer_state import LayerState
-from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.snapshot import Snapshot
+from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.data.batches import Data
 
 

@@ -151,10 +151,12 @@ def test_another_iterator_does_not_disturb_one_under_way():
 
 
 def test_another_split_is_said(caplog):
-    """A place saved by two ranks and taken up by three is told, with the place."""
+    """A place saved by two ranks and taken up by three is told by the first of them, with the place."""
     sampler = IndexSampler(64, batch_size=4, world_size=2)
     list(islice(sampler, 3))
     copy_of(sampler, rank=2, world_size=3)
+    assert "data: split" not in caplog.text
+    copy_of(sampler, rank=0, world_size=3)
     assert "data: split over 3 ranks, before it was 2: from sample 24 of epoch 0 on" in caplog.text
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer_plugin.checkpoints.slots import Slots
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 
 
 def state(value: float, **tensors: torch.Tensor) -> Snapshot:

@@ -10,7 +10,8 @@ from torch import nn
 from training import Batches, equal, tiny_model
 
 from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
-from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.snapshot import Snapshot
+from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.data.batches import Data
 
 

@@ -18,7 +18,7 @@ from training import snapshot
 from trainer_plugin.checkpoints import manifest
 from trainer_plugin.checkpoints.manifest import File, Manifest
 from trainer_plugin.checkpoints.retention import SaveEvery
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.tier import Tier
 
 LARGE = Snapshot(tensors={"model/weight": torch.ones(100_000)}, plain={"guard": {"step": 20}})

@@ -16,7 +16,7 @@ from tiers import FaultyTier, checkpoint_folder, open_checkpoints, save, target_
 from training import snapshot
 from waiting import wait_for
 
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.tier import Tier
 
 TIERS = ("local", "shared")

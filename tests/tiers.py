@@ -7,7 +7,7 @@ from training import snapshot
 
 from trainer_plugin.checkpoints import manifest
 from trainer_plugin.checkpoints.retention import CheckpointsConfig, Lineage
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.store import Checkpoints
 from trainer_plugin.checkpoints.tier import Tier
 
@@ -42,10 +42,10 @@ class FaultyTier(Tier):
         self.fault()
         return super().write(snapshot, draft)
 
-    def take(self, source, name):
+    def take(self, source, name, **options):
         """Fail, or copy."""
         self.fault()
-        return super().take(source, name)
+        return super().take(source, name, **options)
 
     def faults(self, name):
         """Fail, or read."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.guard import Guard
 
 

@@ -3,15 +3,18 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trainer_plugin.checkpoints.layer_state import LayerState
 from trainer_plugin.checkpoints.set_aside import SetAside
-from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.snapshot import Snapshot
+from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.store import Checkpoints, Loaded
-from trainer_plugin.data.batches import Data, Quarantine
+from trainer_plugin.data.batches import Data, Quarantine, merged
 from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.policy.decisions import ActionsConfig, Decision, Moment
 from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.ranks import Ranks, RanksError
 
 _log = logging.getLogger(__name__)
 # R11: the data from 5 steps before the first bad step to 20 after it are suspect, run already or not.
@@ -66,7 +69,9 @@ class Actions:
         data: Data | None,
         save: Callable[[], bool],
         set_aside: SetAside,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self._config = config
         self._lr_floor = lr_floor
         self._clip = clip
@@ -178,7 +183,7 @@ class Actions:
     ) -> Result:
         """Restore from the nearest target before the decision's step that fits, and lower the learning rate."""
         self._checkpoints.wait(_WRITER_WAIT_SECONDS)  # The newest target may just be on its way to the second tier.
-        targets = self._checkpoints.targets(decision.before_step)
+        targets = self._ranks.from_first(self._checkpoints.targets(decision.before_step))
         if not targets:
             return Result(outcome="no_target", detail=f"no proven checkpoint before step {decision.before_step}")
         touched = False
@@ -186,11 +191,11 @@ class Actions:
         for target in targets:
             try:
                 loaded = self._checkpoints.load(target)
-                misfit = mismatches(loaded.snapshot)
-                if misfit:
-                    raise ValueError("; ".join(misfit))  # noqa: TRY301 - one way out for every unusable target
+                self._ranks.together(_must_fit, mismatches, loaded.snapshot)
                 touched = True
-                restore(loaded.snapshot)
+                self._ranks.together(restore, loaded.snapshot)
+            except RanksError:
+                raise
             except Exception as error:  # noqa: BLE001 - any unusable target leads to the next older one
                 problems.append(f"step {target.step}: {error}")
                 _log.warning("%s to step %d is not possible: %s", decision.action, target.step, error)
@@ -211,4 +216,11 @@ class Actions:
         if incident.id and incident.class_ != "bad_sample":
             first, last = first - SUSPECT_BEFORE_STEPS * widen, last + SUSPECT_AFTER_STEPS * widen
         reason = f"{incident.class_} at step {incident.first_step}"
-        return self._data.suspect(first, last, incident=incident.id, reason=reason)
+        suspect = partial(self._data.suspect, first, last, incident=incident.id, reason=reason)
+        known = self._ranks.gather(self._ranks.together(suspect))
+        return merged([suspect for suspect in known if suspect is not None])
+
+
+def _must_fit(mismatches: Callable[[Snapshot], list[str]], snapshot: Snapshot) -> None:
+    if misfit := mismatches(snapshot):
+        raise ValueError("; ".join(misfit))

@@ -28,6 +28,8 @@ OptionsLoader.add_implicit_resolver(
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`metrics:` of guard.yaml. Port 0 stands for any free one; `advertise` is the address told to Prometheus.
 
+    Of several ranks on a host the first has this port and address, the next one the next port, and so on.
+
     Each layer's weights, updates and moments are read once in `layers_every` steps (0: never), with `activations` its
     largest activation too.
     """
@@ -68,6 +70,16 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("`cert_file` and `key_file` are wanted together")
 
 
+class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`ranks:` of guard.yaml. A rank that is silent for `timeout_seconds` ends the others (null: never)."""
+
+    timeout_seconds: float | None = 600.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds is not None and not self.timeout_seconds >= 1.0:
+            raise ValueError(f"`timeout_seconds` must be at least 1 or null, found {self.timeout_seconds}")
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """guard.yaml. Every key is optional; relative folders are relative to the working directory of the job."""
 
@@ -81,6 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     recorder_steps: int = 2000
     pull: PullConfig = PullConfig()
+    ranks: RanksConfig = RanksConfig()
 
     def __post_init__(self) -> None:
         if self.recorder_steps < 0:
@@ -128,6 +141,13 @@ def with_absolute_folders(config: Config) -> Config:
         runs=str(Path(config.runs).absolute()),
         checkpoints=replace(tiers, local=str(Path(tiers.local).absolute()), shared=str(Path(tiers.shared).absolute())),
     )
+
+
+def same_everywhere(config: Config) -> dict[str, Any]:
+    """The options that all ranks of a job must have alike: all but folders and addresses, which are each host's own."""
+    options: dict[str, Any] = msgspec.to_builtins(config)
+    del options["runs"], options["checkpoints"]["local"], options["checkpoints"]["shared"]
+    return {**options, "metrics": {"layers_every": config.metrics.layers_every}}
 
 
 def _explain(message: str, values: Any) -> str:  # noqa: ANN401 - whatever the user wrote

@@ -9,12 +9,15 @@ from exporter.serving import MetricsServer, Target, local_address
 from trainer_plugin.config import Config
 from trainer_plugin.metrics import Metrics
 from trainer_plugin.placement import Placement
+from trainer_plugin.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
 
 class Endpoint:
     """What one process shows to Prometheus. `port` is the one really used, None if none could be had.
+
+    Each rank has its own: the configured port and its number on this host, and an entry with its rank.
 
     Raises:
         OSError: the entry in `<runs>/targets` cannot be written.
@@ -30,24 +33,35 @@ class Endpoint:
         steps_total: int,
         info: dict[str, str],
         placement: Placement,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.page = Page(run=config.run)
+        ranks = ranks or Ranks()
+        rank = str(ranks.rank)
+        self.page = Page(run=config.run, rank=rank)
         self.page.set("train_rank_info", 1.0, placement.gpu_uuid, placement.hostname)
         self.metrics = Metrics(
             self.page, config, layers=layers, info=info, scaled=scaled, steps_total=steps_total, moments=moments
         )
-        self._server = MetricsServer(self.page, host=config.metrics.host, port=config.metrics.port)
+        wanted = config.metrics.port + ranks.local_rank if config.metrics.port else 0
+        self._server = MetricsServer(self.page, host=config.metrics.host, port=wanted)
         self.port = self._server.port
         self._target: Target | None = None
         if self.port is None:
             return
         address = config.metrics.advertise or local_address(config.metrics.host, self.port)
+        if config.metrics.advertise and ranks.local_rank:  # Told for the first on this host.
+            host, _, port = address.rpartition(":")
+            address = f"{host}:{int(port) + ranks.local_rank}" if port.isdigit() else address
         try:
-            self._target = Target(Path(config.runs), run=config.run, rank="0", address=address)
+            self._target = Target(Path(config.runs), run=config.run, rank=rank, address=address)
         except OSError:
             self._server.close()
             raise
         _log.info("run %s: metrics on http://%s/metrics", config.run, address)
+
+    def count_checkpoint_failure(self, tier: str) -> None:
+        """A checkpoint could not be written, or had to be left out."""
+        self.page.add("train_checkpoint_failures_total", 1.0, tier)
 
     def close(self) -> None:
         """Tell Prometheus that there is nothing to scrape any more, and free the port."""

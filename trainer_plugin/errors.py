@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from exporter.page import Page
+from trainer_plugin.ranks import RanksError
 
 _log = logging.getLogger(__name__)
 _MOST_KINDS = 100
@@ -19,9 +20,15 @@ class Errors:
         self._seen: set[str] = set()
 
     def attempt(self, part: Callable[[Any], object], what: object, *, step: int) -> None:
-        """Do `part(what)`, or hold its error back."""
+        """Do `part(what)`, or hold its error back.
+
+        Raises:
+            RanksError: the ranks have lost each other: no step can be run any more.
+        """
         try:
             part(what)
+        except RanksError:
+            raise
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self.hold_back(error, step=step)
 

@@ -19,15 +19,17 @@ from trainer_plugin.checkpoints.proof import LossFn
 from trainer_plugin.config import Config, read_config, with_absolute_folders
 from trainer_plugin.data.batches import Data
 from trainer_plugin.history import Resume
+from trainer_plugin.omissions import Omissions
 from trainer_plugin.parts import Parts
+from trainer_plugin.ranks import Ranks, RanksError, unwrapped
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
 from trainer_plugin.step.probe import Limits
+from trainer_plugin.step.shared_probe import Told
+from trainer_plugin.step.shared_reader import SharedReader
 from trainer_plugin.step.untraced import untraced
 
 _log = logging.getLogger(__name__)
-_SETTLED_STEPS = 3
-_STRANGERS_EVERY_STEPS = 100
 # The guards of this process by run folder: a second one takes the first one's place.
 _guards: "weakref.WeakValueDictionary[Path, Guard]" = weakref.WeakValueDictionary()
 
@@ -63,6 +65,7 @@ class Guard:
         ValueError: an option, the model or a state cannot be used; in one line.
         OSError: a folder cannot be made or written.
         RunInUseError: another job runs in the run's folder.
+        RanksError: one of these has come to another rank. Also in a step, when a rank is gone: nothing else is raised.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Guard:
         self._data = Data(data, suspect_weight=_suspect_weight(config)) if data is not None else None
         self._parts = Parts(
             config,
-            model=model,
+            model=unwrapped(model),
             optimizers=optimizers,
             scheduler=scheduler,
             scaler=scaler if scaler is not None and scaler.is_enabled() else None,
@@ -102,10 +105,7 @@ class Guard:
         self._boundary = Boundary(self._parts, local_only=local_only, on_signals=on_signals, clock=clock)
         self.page = self._parts.page
         self._closed = False
-        self._optimizers, self._scheduled = optimizers, scheduler is not None
-        self._settled_total = self._parts.history.steps_total + _SETTLED_STEPS
-        self._first_position = self._data.position if self._data is not None else 0
-        self._strangers_said = False
+        self._omissions = Omissions(self._parts, optimizers, scheduled=scheduler is not None)
         self._data_wait_seconds = 0.0
         _guards[self._parts.folder.path.absolute()] = self
         let_go_in_children(self)
@@ -171,7 +171,11 @@ class Guard:
         try:
             parts.schedule.mark()
             self._tell(sample_ids)
+            if isinstance(parts.reader, SharedReader):
+                parts.reader.begin(self._told())
             parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
+        except RanksError:
+            raise
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             parts.errors.hold_back(error, step=self.step)
             self._protect()
@@ -181,12 +185,7 @@ class Guard:
     def end_step(self) -> None:
         """The boundary between two steps, the only place where a run may change: read, judge, obey, else save."""
         self._boundary.cross(data_wait_seconds=self._data_wait_seconds)
-        steps = self._parts.history.steps_total - self._settled_total
-        if steps == 0:
-            self._warn_of_forgotten()
-            self._parts.errors.attempt(self._parts.checkpoints.prepare, self._parts.state, step=self.step)
-        if steps % _STRANGERS_EVERY_STEPS == 0 and not self._strangers_said:
-            self._warn_of_strangers()
+        self._omissions.look()
 
     def close(self) -> None:
         """Finish writing, take the hooks off, and leave the run folder. Doing so twice changes nothing."""
@@ -203,6 +202,20 @@ class Guard:
     def _tell(self, sample_ids: Sequence[str] | None) -> None:
         if self._data is not None and sample_ids:
             self._data.tell(sample_ids)
+
+    def _told(self) -> Told:
+        """What this rank tells the others with the coming step."""
+        parts = self._parts
+        asked = parts.stop_signals.asked is not None and not self.stopping
+        if not parts.ranks.first:
+            return Told(stop_asked=asked)
+        loss, norm = parts.monitor.spike_limits
+        return Told(
+            talks=parts.policy.open_incident is not None or bool(parts.loop.commands()),
+            stop_asked=asked,
+            heed_loss=loss,
+            heed_norm=min(norm, parts.monitor.surge_above),
+        )
 
     def _limits(self) -> Limits:
         """How far the coming step's gradient may go: the recipe's clip, and R10's surge where the job may act."""
@@ -227,9 +240,13 @@ class Guard:
         """Shield and clip are not lost with the reading; where even they fail, the recipe's clip is not."""
         parts = self._parts
         try:
-            parts.reader.protect(self._limits())
-        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            parts.reader.protect(self._limits(), step=self.step + 1)
+        except RanksError:
+            raise
+        except Exception as error:
             parts.errors.hold_back(error, step=self.step)
+            if not parts.ranks.alone:
+                raise RanksError(f"step {self.step + 1} cannot be measured together with the other ranks") from error
             parts.errors.attempt(self._clip_plainly, self.config.actions.clip_max_norm, step=self.step)
 
     def _clip_plainly(self, max_norm: float | None) -> None:
@@ -239,32 +256,6 @@ class Guard:
         if max_norm is not None and gradients and math.isfinite(nn.utils.get_total_norm(gradients)):
             nn.utils.clip_grad_norm_(self._parts.probe.parameters.values(), max_norm)
 
-    def _warn_of_strangers(self) -> None:
-        """Parameters that came after the guard are in no norm, no shield and no checkpoint: said once."""
-        known = {id(parameter) for parameter in self._parts.probe.parameters.values()}
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        strangers = sum(id(parameter) not in known for group in groups for parameter in group["params"])
-        if strangers:
-            self._strangers_said = True
-            _log.warning(
-                "run %s: the optimizers step %d parameters that were not in the model when the guard was built: they "
-                "are not measured, shielded or saved; build the guard after them",
-                self.config.run,
-                strangers,
-            )
-
-    def _warn_of_forgotten(self) -> None:
-        """What a loop leaves out is silent by nature: said once, a few steps after the start."""
-        run = self.config.run
-        if self._parts.reader.measured == 0:
-            _log.warning("run %s: before_optimizer is not called: nothing is measured, clipped or shielded", run)
-        if self._data is not None and self._data.position == self._first_position:
-            _log.warning("run %s: next_batch is not called: the data that was given will not go back", run)
-        if not self._scheduled and any(
-            hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self._optimizers
-        ):
-            _log.warning("run %s: a scheduler steps the learning rate and was not given: it will not go back", run)
-
 
 def _suspect_weight(config: Config) -> float:
     """What suspect data count for: nothing where they are left out, and all where the guard only observes."""
@@ -273,11 +264,11 @@ def _suspect_weight(config: Config) -> float:
     return 1.0 if config.mode == "observe" else config.actions.suspect_weight
 
 
-def _take_folder(config: Config) -> JobFolder:
-    """The run's folder, locked; an earlier guard of this process in it is closed first."""
+def _take_folder(config: Config, ranks: Ranks) -> JobFolder:
+    """The run's folder, locked on the first rank; an earlier guard of this process in it is closed first."""
     runs = Path(config.runs)
     earlier = _guards.get((runs / config.run).absolute())
     if earlier is not None and not earlier._closed:  # noqa: SLF001 - of the same class
         _log.warning("run %s: the earlier guard of this process is closed", config.run)
         earlier.close()
-    return JobFolder(runs, config.run)
+    return JobFolder(runs, config.run, own=ranks.first)

@@ -9,6 +9,7 @@ from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.store import Checkpoints, Loaded
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 Resume = Literal["auto", "require", "never"]
@@ -18,7 +19,16 @@ _ANY_STEP = 1 << 62
 class History:
     """`step` goes back with the weights, `steps_total` never does."""
 
-    def __init__(self, checkpoints: Checkpoints, state: TrainingState, monitor: Monitor, *, steps_total: int) -> None:
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        state: TrainingState,
+        monitor: Monitor,
+        *,
+        steps_total: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks or Ranks()
         self._checkpoints = checkpoints
         self._state = state
         self._monitor = monitor
@@ -36,9 +46,10 @@ class History:
                 none that lies there can be loaded and `resume` is `auto`: days of training are not begun anew unasked.
         """
         before_step = incident.before_step if incident is not None else _ANY_STEP
-        before = self._checkpoints.targets(before_step, proven_only=False)
+        before = self._ranks.from_first(self._checkpoints.targets(before_step, proven_only=False))
         # Better a state that the incident may have touched than none at all: the detectors go on watching it.
-        rest = [target for target in self._checkpoints.targets(_ANY_STEP, proven_only=False) if target not in before]
+        any_step = self._ranks.from_first(self._checkpoints.targets(_ANY_STEP, proven_only=False))
+        rest = [target for target in any_step if target not in before]
         loaded = self._load_first([*before, *rest]) if resume != "never" else None
         if loaded is not None:
             self.steps_total = max(self.steps_total, loaded.snapshot.plain["guard"]["steps_total"])
@@ -47,7 +58,7 @@ class History:
             if incident is not None:
                 place = "the newest before" if loaded.manifest in before else "none is left from before"
                 why = f"{place} incident {incident.id}"
-            _log.warning("run %s: goes on from step %d (%s tier, %s)", run, self.step, loaded.tier, why)
+            _log.log(self._ranks.said, "run %s: goes on from step %d (%s tier, %s)", run, self.step, loaded.tier, why)
             return True
         if resume == "require":
             where = "" if incident is None else f" before step {before_step}"
@@ -75,7 +86,7 @@ class History:
 
         `lasting` is a copy of what never rewinds, in case the run's folder is lost.
         """
-        state = self._state.live({**self.rewinding(), "lasting": lasting})
+        state = self._ranks.together(self._state.live, {**self.rewinding(), "lasting": lasting})
         return self._checkpoints.save(state, self.step, everywhere=everywhere)
 
     def _load_first(self, targets: list[Manifest]) -> Loaded | None:
@@ -142,7 +153,7 @@ def lasting_copy(checkpoints: Checkpoints) -> dict[str, Any] | None:
     """What never rewinds, as the checkpoint saved last has it; None if there is none that can be read."""
     for newest in checkpoints.newest_first():
         try:
-            copy: dict[str, Any] | None = checkpoints.load(newest).snapshot.plain["guard"].get("lasting")
+            copy: dict[str, Any] | None = checkpoints.lasting(newest)
         except OSError as error:
             _log.warning("%s", error)
             continue

@@ -112,6 +112,16 @@ class Metrics:
             if verdict.detector == "nonfinite":
                 page.add("train_nonfinite_total", 1.0, "loss" if verdict.signal == "loss" else "grad")
 
+    def show_own(self, signals: Signals, rank: int) -> None:
+        """Put on the page what every rank shows of itself, where this is not the first one."""
+        page = self.page
+        page.observe("train_step_seconds", signals.step_seconds)
+        page.observe("train_data_wait_seconds", signals.data_wait_seconds)
+        if rank in signals.loss_ranks:
+            page.add("train_nonfinite_total", 1.0, "loss")
+        if rank in signals.gradient_ranks:
+            page.add("train_nonfinite_total", 1.0, "grad")
+
     def _show_signals(self, signals: Signals, now: float) -> None:
         page = self.page
         page.set("train_loss", signals.loss)
@@ -159,8 +169,9 @@ class Metrics:
     def _show_data(self, signals: Signals) -> None:
         """What the loop tells of its data; absent where it tells nothing."""
         page = self.page
-        if signals.sample_ids:
-            page.add("train_samples_total", len(signals.sample_ids))
+        samples = len(signals.sample_ids) if signals.samples is None else signals.samples
+        if samples:
+            page.add("train_samples_total", samples)
         if signals.tokens is not None:
             page.add("train_tokens_total", signals.tokens)
         if signals.loss_mean != self._info["loss_mean"]:

@@ -6,20 +6,21 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
-from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer_plugin.actions import Actions, ClipLimit
+from trainer_plugin.checkpoints.assembly import Assembly
+from trainer_plugin.checkpoints.joint_tier import JointTier
 from trainer_plugin.checkpoints.layer_state import LayerState
 from trainer_plugin.checkpoints.plain import encode_plain
 from trainer_plugin.checkpoints.proof import LossFn, Proof
 from trainer_plugin.checkpoints.set_aside import SetAside
 from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.store import Checkpoints
-from trainer_plugin.config import Config
+from trainer_plugin.checkpoints.tier import Tier
+from trainer_plugin.config import Config, same_everywhere
 from trainer_plugin.control_loop import ControlLoop
 from trainer_plugin.data.batches import Data
 from trainer_plugin.detection.monitor import Monitor
@@ -27,32 +28,34 @@ from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.errors import Errors
 from trainer_plugin.history import History, Resume, lasting_copy
 from trainer_plugin.journal import Journal
+from trainer_plugin.keeper import WRITER_SECONDS, Keeper
 from trainer_plugin.learning_rate import LrFactor
+from trainer_plugin.lines import Lines
 from trainer_plugin.placement import placement_of
 from trainer_plugin.policy.ladder import Policy
 from trainer_plugin.pull import Puller
+from trainer_plugin.ranks import Ranks
+from trainer_plugin.roll_call import RollCall
 from trainer_plugin.run_folder import JobFolder, RunState
 from trainer_plugin.scenes.overview import Overview
 from trainer_plugin.scenes.recorder import Recorder
 from trainer_plugin.scenes.step_log import StepLog
 from trainer_plugin.scenes.store import Scenes
 from trainer_plugin.schedule import Schedule
-from trainer_plugin.step.layer_signals import LayerSignals
-from trainer_plugin.step.probe import Probe, plain_name
-from trainer_plugin.step.reader import StepReader
+from trainer_plugin.step.instruments import make_probe, make_reader
 from trainer_plugin.stop_signals import StopSignals
 
 _log = logging.getLogger(__name__)
-_WRITER_SECONDS = 60.0
 
 
 class Parts:
-    """Everything that works on one run, by name. `take_folder` makes and locks the run's folder.
+    """Everything that works on one run, by name. `take_folder` makes the run's folder, and locks it on the first rank.
 
     Raises:
         ValueError: the model or a state cannot be used; in one line.
         OSError: a folder cannot be made or written.
         RunInUseError: another job runs in the run's folder.
+        RanksError: one of these has come to another rank.
     """
 
     def __init__(
@@ -68,43 +71,72 @@ class Parts:
         resume: Resume,
         start_step: int,
         framework: str,
-        take_folder: Callable[[Config], JobFolder],
+        take_folder: Callable[[Config, Ranks], JobFolder],
     ) -> None:
         self.config = config
         self._framework = framework
+        self.ranks = ranks = Ranks.of(model)
+        ranks.must_agree("guard.yaml", same_everywhere(config))
         # What is wrong with the training loop is told before anything is made.
-        self.probe = Probe(model, torchs_clip=config.mode == "observe")
+        self.probe = make_probe(model, config, ranks)
         self.data = data
-        self.proof = Proof(model, loss_fn)
+        self.proof = Proof(model, loss_fn, ranks)
         self.state = TrainingState(
-            model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=data, proof=self.proof
-        )
+            model=model, optimizers=optimizers, scheduler=scheduler, scaler=scaler, data=data, proof=self.proof,
+            ranks=ranks,
+        )  # fmt: skip
         encode_plain(self.state.live({}).plain)
         if loss_fn is not None and data is None:
             _log.warning("run %s: loss_fn without data: there is no batch to prove a restore by", config.run)
 
-        self.folder = take_folder(config)
         with ExitStack() as undo:
-            undo.callback(self.folder.lock.release)
-            self.folder.save_config(config)
+            self._open_folder(take_folder, undo)
             self._open_state()
             self._open_reader(model, optimizers, scheduler, scaler, undo)
             self._resume(resume, start_step)
             self._open_endpoint(model, undo)
             self._open_scenes()
             undo.pop_all()
-        self.save_state()
+        self.keeper.save_state()
+
+    def _open_folder(self, take_folder: Callable[[Config, Ranks], JobFolder], undo: ExitStack) -> None:
+        """The run's folder: the first rank's own, of which it tells the others."""
+        ranks, config = self.ranks, self.config
+
+        def take() -> JobFolder:
+            folder = take_folder(config, ranks)
+            undo.callback(folder.lock.release)
+            folder.save_config(config)
+            return folder
+
+        self.folder = ranks.first_does(take) or take_folder(config, ranks)
+        self.lines = Lines(ranks)
+        self.roll_call = RollCall(ranks, self.lines, timeout_seconds=config.ranks.timeout_seconds)
+        assembly = Assembly(ranks, self.lines)
+        self._make_tier: Callable[..., Tier] = (
+            Tier if ranks.alone else partial(JointTier, ranks=ranks, assembly=assembly, wanted=self.state.wanted)
+        )
+        self.lines.start()
+        undo.callback(self.lines.close)
 
     def _open_state(self) -> None:
         """What has to be remembered, and who decides by it."""
         config = self.config
-        self.checkpoints = Checkpoints(config.checkpoints, config.run, on_failure=self.count_checkpoint_failure)
+        self.checkpoints = Checkpoints(
+            config.checkpoints,
+            config.run,
+            on_failure=self._count_checkpoint_failure,
+            make_tier=self._make_tier,
+            ranks=self.ranks,
+        )
         self.checkpoints.open()
-        newest_branch = max((checkpoint.branch for checkpoint in self.checkpoints.newest_first()), default=0)
-        state = self._run_state = self.folder.last_state(newest_branch, lambda: lasting_copy(self.checkpoints))
+        state = self._run_state = self._last_state()
+        self.folder.quarantine = self.ranks.from_first(self.folder.quarantine)
         self.checkpoints.lineage, self.checkpoints.proven_step = state.lineage, state.proven_step
         self.monitor = Monitor(config.detection)
-        self.history = History(self.checkpoints, self.state, self.monitor, steps_total=state.steps_total)
+        self.history = History(
+            self.checkpoints, self.state, self.monitor, steps_total=state.steps_total, ranks=self.ranks
+        )
         self.clip = ClipLimit(config.actions, tight_until=state.clip_until)
         if self.data is not None:
             self.data.quarantine = self.folder.quarantine
@@ -115,6 +147,15 @@ class Parts:
             sustained_steps=config.detection.sustained_steps,
             state=state.policy,
         )
+
+    def _last_state(self) -> RunState:
+        """What never rewinds, as the first rank knows it."""
+
+        def find() -> RunState:
+            newest_branch = max((checkpoint.branch for checkpoint in self.checkpoints.newest_first()), default=0)
+            return self.folder.last_state(newest_branch, lambda: lasting_copy(self.checkpoints))
+
+        return self.ranks.from_first(self.ranks.first_does(find)) or RunState()
 
     def _open_reader(
         self,
@@ -137,34 +178,28 @@ class Parts:
             state=self.state,
             layer_state=LayerState(model, optimizers),
             data=self.data,
-            save=partial(self.save_checkpoint, everywhere=True),
+            save=lambda: self.keeper.save_checkpoint(everywhere=True),
             set_aside=SetAside(
                 self.folder.path,
                 capture=lambda: self.state.capture(self.history.rewinding()),
                 place=lambda: (self.history.step, self.history.branch),
+                make_tier=self._make_tier,
+                ranks=self.ranks,
             ),
+            ranks=self.ranks,
         )
-        self.reader = StepReader(
+        self.reader = make_reader(
             self.probe,
-            optimizers,
-            self.learning_rate,
+            config,
+            self.ranks,
+            model=model,
+            optimizers=optimizers,
+            learning_rate=self.learning_rate,
             scaler=scaler,
-            shielded=config.mode == "auto",
-            layer_signals=self._layer_signals(model, optimizers),
         )
         undo.callback(self.reader.remove)
         follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
         self.schedule = Schedule(scheduler if follows else None, optimizers, scaled=scaler is not None)
-
-    def _layer_signals(self, model: nn.Module, optimizers: list[Optimizer]) -> LayerSignals | None:
-        metrics = self.config.metrics
-        if not metrics.layers_every:
-            return None
-        modules: dict[str, nn.Module] = {}
-        for name, module in model.named_modules() if metrics.activations else ():
-            if plain_name(name) in self.probe.layers:
-                modules.setdefault(plain_name(name), module)  # torch.compile's wrapper, not what is inside it.
-        return LayerSignals(self.probe.layers, optimizers, every=metrics.layers_every, modules=modules)
 
     def _resume(self, resume: Resume, start_step: int) -> None:
         run, history = self.config.run, self.history
@@ -183,6 +218,7 @@ class Parts:
             steps_total=self.history.steps_total,
             info=self._info(),
             placement=placement_of(model),
+            ranks=self.ranks,
         )
         undo.callback(self.endpoint.close)
         self.page = self.endpoint.page
@@ -193,11 +229,17 @@ class Parts:
 
         self.loop = ControlLoop(self.folder, on_error=hold_back)
         self.journal = Journal(self.page, self.loop, self.folder)
-        self.loop.start()
-        undo.callback(self.loop.stop)
         self.puller = Puller(self.config.pull, self.folder, self.config.run, on_error=hold_back)
-        self.puller.start()
-        undo.callback(self.puller.stop)
+        if self.ranks.first:
+            self.loop.start()
+            undo.callback(self.loop.stop)
+            self.puller.start()
+            undo.callback(self.puller.stop)
+        self.keeper = Keeper(
+            self.ranks, folder=self.folder, loop=self.loop, endpoint=self.endpoint, history=self.history,
+            checkpoints=self.checkpoints, policy=self.policy, learning_rate=self.learning_rate, clip=self.clip,
+            data=self.data,
+        )  # fmt: skip
         self.stop_signals = StopSignals()
         self.stop_signals.install()
         undo.callback(self.stop_signals.remove)
@@ -218,76 +260,36 @@ class Parts:
             wait_for_checkpoints=self.checkpoints.wait,
             on_failure=partial(self.page.add, "train_scene_failures_total"),
             on_saved=self.journal.scene,
+            make_tier=self._make_tier,
+            ranks=self.ranks,
         )
         self.scenes.open()
 
     def close(self) -> None:
         """Finish writing, take the hooks off, and leave the run folder: each of them, even if one fails."""
         with ExitStack() as undo:  # The last one first.
-            undo.callback(self.folder.lock.release)
-            undo.callback(self.puller.stop)  # After the last state and outcome are in the folder.
-            undo.callback(self.loop.stop)
-            undo.callback(self.save_state)
-            undo.callback(self.overview.save)
+            undo.callback(self.lines.close)
+            if self.ranks.first:
+                undo.callback(self.folder.lock.release)
+                undo.callback(self.puller.stop)  # After the last state and outcome are in the folder.
+                undo.callback(self.loop.stop)
+                undo.callback(self.overview.save)
+            undo.callback(self.keeper.save_state)
             undo.callback(self.endpoint.close)
             undo.callback(self.learning_rate.remove)
             undo.callback(self.reader.remove)
-            undo.callback(self.checkpoints.wait, _WRITER_SECONDS)
-            undo.callback(self.scenes.wait, _WRITER_SECONDS)
+            undo.callback(self.checkpoints.wait, WRITER_SECONDS)
+            undo.callback(self.scenes.wait, WRITER_SECONDS)
             undo.callback(self.stop_signals.remove)
 
-    def save_state(self) -> None:
-        """Write what never rewinds, as it is now, in the background."""
-        self._saved_total = self.history.steps_total
-        self.loop.write(partial(self.folder.save_state, msgspec.json.encode(self.run_state())))
-
-    def save_proof(self) -> None:
-        """Write which checkpoints are proven by now, for whoever asks from outside what a rollback would take.
-
-        The number of steps stays as it was saved last: if the job is killed now, those since then will not have been.
-        """
-        state = structs.replace(self.run_state(), steps_total=self._saved_total)
-        self.loop.write(partial(self.folder.save_state, msgspec.json.encode(state)))
-
-    def run_state(self) -> RunState:
-        """What never rewinds, as it is now."""
-        return RunState(
-            steps_total=self.history.steps_total,
-            proven_step=self.checkpoints.proven_step,
-            policy=self.policy.state,
-            lineage=self.checkpoints.lineage,
-            learning_rate=self.learning_rate.state,
-            quarantine=self.data.quarantine if self.data is not None else [],
-            clip_until=self.clip.tight_until,
-        )
-
-    def save_checkpoint(self, *, everywhere: bool = False) -> bool:
-        """Save in the background; what fails or has to be left out (False) is counted."""
-        try:
-            saved = self.history.save(msgspec.to_builtins(self.run_state()), everywhere=everywhere)
-        except Exception:
-            self.count_checkpoint_failure("local")
-            raise
-        if not saved:
-            _log.warning("step %d: checkpoint left out, the last one is still being written", self.history.step)
-            self.count_checkpoint_failure(self.checkpoints.writes_to)
-        self.save_state()
-        return saved
-
-    def save_last_checkpoint(self) -> None:
-        """As above, but never left out, and into both tiers: this host may be gone when the run goes on."""
-        self.checkpoints.wait(_WRITER_SECONDS)
-        self.save_checkpoint(everywhere=True)
-
-    def count_checkpoint_failure(self, tier: str) -> None:
-        """Put it on the page."""
-        self.page.add("train_checkpoint_failures_total", 1.0, tier)
+    def _count_checkpoint_failure(self, tier: str) -> None:
+        self.endpoint.count_checkpoint_failure(tier)  # It is opened later than the checkpoints.
 
     def _info(self) -> dict[str, str]:
         return {
             "framework": self._framework,
             "torch": str(torch.__version__),
-            "world_size": "1",
+            "world_size": str(self.ranks.size),
             "mode": self.config.mode,
             "data_rewind": "none" if self.data is None else "exact" if self.data.rewindable else "forward",
             "loss_mean": "none",

@@ -110,17 +110,27 @@ class RunLock:
 class JobFolder:
     """`<runs>/<run>` with everything in it that the job owns.
 
+    Of several ranks only the first one has it as its `own`: the others neither lock nor read nor write it, and are told
+    what is in it.
+
     Raises (on construction):
         OSError: the folder cannot be made or written.
         RunInUseError: another job has it.
         ValueError: its state was written by another version.
     """
 
-    def __init__(self, runs: Path, run: str) -> None:
+    lock: RunLock
+    state: RunState | None
+    quarantine: list[Quarantine]
+
+    def __init__(self, runs: Path, run: str, *, own: bool = True) -> None:
         folder = RunFolder(runs, run)
         self.path = folder.path
         self.inbox = folder.inbox
         self.outer = folder
+        if not own:
+            self.state, self.quarantine = None, []
+            return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.lock = RunLock(self.path / "lock")

@@ -34,7 +34,9 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     every gradient was multiplied with. `surge`: the norm was clipped as one. `withheld` says why the optimizer did not
     apply this step, if it did not. `huge`: every gradient is finite, yet their norm is beyond float32's squares; an
     accelerator can only tell the least that it may be. `loss_mean` is how the loss was made of micro-batches: `none`,
-    `micro_batch` or `token`. `layers` holds the layers whose turn it was in the step before.
+    `micro_batch` or `token`. `layers` holds the layers whose turn it was in the step before. Of several ranks the
+    values are of all together, `samples` too; the loss was not finite on `loss_ranks`, the gradient on
+    `gradient_ranks`.
     """
 
     step: int
@@ -54,3 +56,6 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     huge: bool = False
     layers: Mapping[str, LayerReading] = _NONE
     loss_mean: str = "none"
+    samples: int | None = None
+    loss_ranks: tuple[int, ...] = ()
+    gradient_ranks: tuple[int, ...] = ()

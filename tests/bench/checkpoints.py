@@ -51,7 +51,7 @@ class Training:
 
     def save(self) -> None:
         """What a boundary does at a checkpoint."""
-        self.guard._parts.save_checkpoint()
+        self.guard._parts.keeper.save_checkpoint()
 
     def save_and_wait(self) -> None:
         """The same, until both tiers hold it."""

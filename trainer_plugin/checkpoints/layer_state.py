@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_plugin.checkpoints.state import Moments, Snapshot, kept_moments, moments_of
+from trainer_plugin.checkpoints.places import parts_of
+from trainer_plugin.checkpoints.snapshot import Snapshot, kept_moments, moments_of
+from trainer_plugin.checkpoints.state import Moments
 from trainer_plugin.step.probe import layer_of, plain_name
 
 
@@ -27,7 +29,7 @@ class LayerState:
     def mismatches(self, snapshot: Snapshot, layers: Sequence[str], *, moments: Moments = "restore") -> list[str]:
         """What of these layers does not fit between a snapshot and this loop, by name; empty if they can go back."""
         problems = [f"this model has no layer {layer}" for layer in layers if layer not in self._parameters]
-        for name, here in self._tensors(layers).items():
+        for name, here in parts_of(self._tensors(layers)).items():
             problems += _differences(f"model/{name}", here, snapshot.tensors.get(f"model/{name}"))
         if moments == "restore":
             for place, _, kept in self._places(layers):
@@ -36,7 +38,7 @@ class LayerState:
                     key = f"optimizer/{place[0]}/{place[1]}/{kind}"
                     # No moments there yet is no mismatch: the layer then begins anew.
                     if isinstance(here, Tensor) and key in snapshot.tensors:
-                        problems += _differences(key, here, snapshot.tensors[key])
+                        problems += _differences(key, parts_of({key: here})[key], snapshot.tensors[key])
         return problems
 
     @torch.no_grad()
@@ -49,7 +51,7 @@ class LayerState:
         problems = self.mismatches(snapshot, layers, moments=moments)
         if problems:
             raise ValueError("checkpoint does not fit: " + "; ".join(problems))
-        tensors = self._tensors(layers)
+        tensors = parts_of(self._tensors(layers))
         # All that can fail comes first: what follows only copies and assigns.
         weights = {name: snapshot.tensors[f"model/{name}"].to(here.device) for name, here in tensors.items()}
         kept = kept_moments(snapshot) if moments == "restore" else {}

@@ -74,6 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint's own description. `branch` counts the rollbacks before it: steps come again, branches do not.
 
     `proven` is so as of writing: most become so later. `probe_loss` is that of the run's probe batch, where it has one.
+    `ranks` have written it together, each file for its `holders`; a folder that has one host's only is `partial`.
     """
 
     run: str
@@ -88,6 +89,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     proven: bool = False
     probe_loss: float | None = None
     writer: str = ""
+    ranks: int = 1
+    holders: dict[str, tuple[int, ...]] = {}
+    partial: bool = False
     schema: int = SCHEMA
 
     @property
@@ -158,8 +162,12 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
 
 def faults(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with a checkpoint's files: missing, of another size, of another content. Reads every byte."""
+    return _faults(folder, manifest.files)
+
+
+def _faults(folder: Path, files: dict[str, File]) -> list[str]:
     problems = []
-    for name, wanted in manifest.files.items():
+    for name, wanted in files.items():
         path = folder / name
         try:
             found = _hash(path)
@@ -173,7 +181,7 @@ def faults(folder: Path, manifest: Manifest) -> list[str]:
 
 def unhashed(manifest: Manifest) -> list[str]:
     """The files that a restore would open although the manifest has no hash of them."""
-    return sorted({PLAIN, METADATA} - manifest.files.keys())
+    return sorted(({METADATA} if manifest.partial else {PLAIN, METADATA}) - manifest.files.keys())
 
 
 def copy(source: Path, target: Path, *, tier: str) -> Manifest:
@@ -188,20 +196,26 @@ def copy(source: Path, target: Path, *, tier: str) -> Manifest:
     remove(target)
     target.mkdir(mode=0o700)
     try:
-        for name in manifest.files:
-            with (source / name).open("rb") as reader, (target / name).open("wb") as writer:
-                shutil.copyfileobj(reader, writer, _BLOCK_BYTES)
-                writer.flush()
-                os.fsync(writer.fileno())
-        problems = faults(target, manifest)
-        sealed = None if problems else seal(target, msgspec.structs.replace(manifest, tier=tier))
+        copy_files(source, target, manifest.files)
+        return seal(target, msgspec.structs.replace(manifest, tier=tier))
     except BaseException:
         discard(target)
         raise
-    if sealed is None:
-        discard(target)
+
+
+def copy_files(source: Path, target: Path, files: dict[str, File]) -> None:
+    """Copy files into a folder that is there, verified on arrival.
+
+    Raises:
+        OSError: one cannot be read or written, or arrives otherwise than it was written.
+    """
+    for name in files:
+        with (source / name).open("rb") as reader, (target / name).open("wb") as writer:
+            shutil.copyfileobj(reader, writer, _BLOCK_BYTES)
+            writer.flush()
+            os.fsync(writer.fileno())
+    if problems := _faults(target, files):
         raise OSError("; ".join(problems))
-    return sealed
 
 
 def remove(folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer_plugin.checkpoints.plain import encode_plain, plain_copy
 from trainer_plugin.checkpoints.rng import rng_state, set_rng_state
+from trainer_plugin.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -32,10 +33,12 @@ class Proof:
     """Proves the restores of one model; without a `loss_fn`, nothing. `outcomes` counts them by what came out.
 
     A loss is held against one taken by the same torch on the same kind of machine, in the same `era`: a new one begins
-    where a state had to be taken up unproven, for then it is `loss_fn` or the machine that has changed.
+    where a state had to be taken up unproven, for then it is `loss_fn` or the machine that has changed. Of several
+    ranks all prove a state together, or none does: the model may need them all.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Ranks()
         self._model = model
         self._loss_fn = loss_fn
         self._batch: Any = None
@@ -57,7 +60,7 @@ class Proof:
     def take(self) -> dict[str, Any] | None:
         """Batch and loss of the model as it is, as plain values; None where there is nothing to prove it by."""
         loss = self._loss_of(self._batch)
-        if loss is None or not math.isfinite(loss):
+        if not self._all(loss is not None and math.isfinite(loss)) or loss is None:
             return None
         if not self._repeats:  # Asked once: what does not even agree with itself proves nothing.
             again, self._repeats = self._loss_of(self._batch), True
@@ -72,14 +75,14 @@ class Proof:
         Raises:
             ProofError: its loss is another.
         """
-        if self._loss_fn is None or taken is None:
+        if not self._all(self._loss_fn is not None and taken is not None) or taken is None:
             return
         if unproven:
             self._era = taken["era"] + 1
             return
         if self._batch is None:  # A job that goes on keeps the run's batch, and its era.
             self._batch, self._era = plain_copy(taken["batch"]), taken["era"]
-        if taken["machine"] != self._machine() or taken["era"] != self._era:
+        if not self._all(taken["machine"] == self._machine() and taken["era"] == self._era):
             _log.info("a restore is not proven: the loss of its probe batch was taken on %s", taken["machine"])
             return
         loss = self._loss_of(taken["batch"])
@@ -92,7 +95,7 @@ class Proof:
 
     def _loss_of(self, batch: Any) -> float | None:  # noqa: ANN401
         """None where there is no batch, or no loss to be had of it."""
-        if self._loss_fn is None or batch is None:
+        if not self._all(self._loss_fn is not None and batch is not None) or self._loss_fn is None:
             return None
         try:
             with _undisturbed(self._model):
@@ -100,6 +103,9 @@ class Proof:
         except Exception as error:  # noqa: BLE001 - somebody else's code, and no step may fail by it
             self._give_up(f"{type(error).__name__}: {error}")
             return None
+
+    def _all(self, fact: bool) -> bool:  # noqa: FBT001 - what is asked of every rank
+        return all(self._ranks.gather(fact))
 
     def _give_up(self, why: str) -> None:
         self._loss_fn = None

@@ -1,5 +1,6 @@
 """The state of every random generator that training code draws from: Python's, numpy's, torch's, and each GPU's."""
 
+import hashlib
 import random
 from typing import Any
 
@@ -37,3 +38,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Begin all generators anew, in a way that follows from these three alone."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[:4], "little"))  # noqa: NPY002
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

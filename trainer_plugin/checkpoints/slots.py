@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 
 
 class Slot:

@@ -5,39 +5,26 @@ Restoring copies out of a snapshot, so that one can be restored any number of ti
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_plugin.checkpoints.places import Place, parts_of, place_of
 from trainer_plugin.checkpoints.plain import plain_copy
 from trainer_plugin.checkpoints.proof import Proof
-from trainer_plugin.checkpoints.rng import RNG_PARTS, rng_state, set_rng_state
+from trainer_plugin.checkpoints.rng import RNG_PARTS, rng_state, seed_generators, set_rng_state
+from trainer_plugin.checkpoints.snapshot import Snapshot, kept_moments, moments_of
 from trainer_plugin.data.batches import Data
+from trainer_plugin.ranks import Ranks, whole_of
 
 _log = logging.getLogger(__name__)
 
 Moments = Literal["restore", "reset", "keep"]
 _PARTS = ("model", "optimizers", "scheduler", "scaler", "data", "rng", "guard")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """The rewinding state of one step: tensors by name, and everything else as plain values.
-
-    `unjudged` are the tensors that need not be finite: buffers that never were, such as a mask of -inf.
-    """
-
-    tensors: dict[str, Tensor]
-    plain: dict[str, Any] = field(default_factory=dict)
-    unjudged: frozenset[str] = frozenset()
-
-    @property
-    def finite(self) -> bool:
-        """Whether every number in it that ought to be finite is."""
-        return all(_finite(tensor) for name, tensor in self.tensors.items() if name not in self.unjudged)
 
 
 class TrainingState:
@@ -55,7 +42,9 @@ class TrainingState:
         scaler: Any = None,  # noqa: ANN401
         data: Data | None = None,
         proof: Proof | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self._model = model
         self._optimizers = optimizers
         self._scheduler = scheduler
@@ -86,6 +75,7 @@ class TrainingState:
 
     def live(self, guard: dict[str, Any]) -> Snapshot:
         """The state as it is: the live tensors themselves, which the next step changes, and copies of all else."""
+        probe = self.proof.take() if self.proof is not None else None  # First: of several ranks all have to come to it.
         plain = {
             "model": {name: value for name, value in self._model.state_dict().items() if not isinstance(value, Tensor)},
             "optimizers": [self._plain_half(number) for number in range(len(self._optimizers))],
@@ -93,13 +83,37 @@ class TrainingState:
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "data": self._data.state_dict() if self._data is not None else None,
             "rng": rng_state(),
-            "probe": self.proof.take() if self.proof is not None else None,
+            "probe": probe,
             "guard": guard,
+            "ranks": self._ranks.size,
+            "seed": torch.initial_seed(),
         }
-        return Snapshot(tensors=self.tensors(), plain=plain_copy(plain), unjudged=self._unjudged)
+        wholes = self._wholes()
+        places = {name: place for name, tensor in wholes.items() if (place := place_of(tensor)) is not None}
+        return Snapshot(tensors=parts_of(wholes), plain=plain_copy(plain), unjudged=self._unjudged, places=places)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors of model and optimizers, by name."""
+        """The live tensors of model and optimizers by name, as far as this rank has them."""
+        return parts_of(self._wholes())
+
+    def wanted(self, stored: dict[str, tuple[int, ...]]) -> dict[str, Place | None]:
+        """Which of the stored tensors, by their shapes, belong to this rank, and which part; None for all of it.
+
+        An optimizer's tensor of the shape of its parameter lies as that one does.
+        """
+        places = {f"model/{name}": place_of(value) for name, value in self._model.state_dict().items()}
+        parameters = dict(self._model.named_parameters())
+        known = [{name for group in names for name in group} for names in self._names]
+        for name, shape in stored.items():
+            if name.startswith("optimizer/"):
+                number, rest = name.removeprefix("optimizer/").split("/", 1)
+                parameter = rest.rpartition("/")[0]
+                if int(number) < len(known) and parameter in known[int(number)]:
+                    place = place_of(parameters[parameter])
+                    places[name] = place if place is not None and place.shape == shape else None
+        return {name: place for name, place in places.items() if name in stored}
+
+    def _wholes(self) -> dict[str, Tensor]:
         found = {f"model/{name}": v.detach() for name, v in self._model.state_dict().items() if isinstance(v, Tensor)}
         for number in range(len(self._optimizers)):
             for name, key, value in self._optimizer_state(number):
@@ -132,10 +146,10 @@ class TrainingState:
         problems = [f"its part `{part}` is missing in the checkpoint" for part in _PARTS if part not in snapshot.plain]
         if problems:
             return problems
-        wanted = {f"model/{name}": v for name, v in self._model.state_dict().items() if isinstance(v, Tensor)}
+        wanted = parts_of({f"model/{n}": v for n, v in self._model.state_dict().items() if isinstance(v, Tensor)})
         stored = {name for name in snapshot.tensors if name.startswith("model/")}
         problems += [f"{name} is missing in the checkpoint" for name in sorted(wanted.keys() - stored)]
-        problems += [f"{name} is not in this model" for name in sorted(stored - wanted.keys())]
+        problems += [f"{name} is not in this model" for name in sorted((stored - wanted.keys()) | snapshot.unknown)]
         for name in sorted(wanted.keys() & stored):
             here, there = wanted[name], snapshot.tensors[name]
             if here.shape != there.shape or here.dtype != there.dtype:
@@ -164,11 +178,25 @@ class TrainingState:
         Raises:
             ValueError: it does not fit (nothing has been changed then); the message names every mismatch.
             ProofError: it is back, and is not the state that was saved; not with `unproven`.
+            Exception: of several ranks, what has come to another one.
         """
+        ranks, proof = self._ranks, self.proof
+        ranks.together(self._must_fit, snapshot)
+        ranks.together(self._bring_back, snapshot, moments)
+        if proof is not None:
+            ranks.together(partial(proof.check, unproven=unproven), snapshot.plain.get("probe"))
+
+    def _must_fit(self, snapshot: Snapshot) -> None:
         problems = self.mismatches(snapshot)
         if problems:
             raise ValueError("checkpoint does not fit: " + "; ".join(problems))
-        model = {name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name.startswith("model/")}
+
+    def _bring_back(self, snapshot: Snapshot, moments: Moments) -> None:
+        model = {
+            name: whole_of(snapshot.tensors[f"model/{name}"].to(value.device), value)
+            for name, value in self._model.state_dict().items()
+            if isinstance(value, Tensor)
+        }
         plain = plain_copy(snapshot.plain)  # Some objects keep what they load, and would change it here.
         self._model.load_state_dict({**model, **plain["model"]})
         if self._scheduler is not None:
@@ -177,18 +205,32 @@ class TrainingState:
         for number, entry in enumerate(plain["optimizers"]):
             self._restore_optimizer(number, entry, snapshot, moments)
         self._restore_scaler(plain["scaler"])
-        self._restore_data(plain["data"])
+        self._restore_data(plain)
         self._check_rates(snapshot.plain)
-        set_rng_state(plain["rng"])
+        self._restore_generators(plain)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self.proof is not None:
-            self.proof.check(snapshot.plain.get("probe"), unproven=unproven)
 
-    def _restore_data(self, saved: dict[str, Any] | None) -> None:
+    def _restore_generators(self, plain: dict[str, Any]) -> None:
+        """To where they were; those of another number of ranks are begun anew, each with a seed of its own."""
+        before, now = plain.get("ranks", 1), self._ranks
+        if before == now.size:
+            set_rng_state(plain["rng"])
+            return
+        seed_generators(plain.get("seed", 0), plain["guard"].get("step", 0), now.rank)
+        _log.log(
+            now.said,
+            "saved by %d ranks, gone on with by %d: tensors are laid out anew, random generators begin anew from "
+            "(seed, step, rank)",
+            before,
+            now.size,
+        )
+
+    def _restore_data(self, plain: dict[str, Any]) -> None:
         """A run may be given its data later, or no more: then they do not go back, and that is said."""
+        saved = plain["data"]
         if self._data is not None and saved is not None:
-            self._data.load_state_dict(saved)
+            self._data.load_state_dict(saved, split_anew=plain.get("ranks", 1) != self._ranks.size)
         elif self._data is not None:
             _log.warning("the checkpoint has no place in the data: they go on with batch %d", self._data.position)
         elif saved is not None:
@@ -227,45 +269,3 @@ class TrainingState:
                 state = moments_of(kept.get((number, name), {}), parameter, group)
                 if state:
                     optimizer.state[parameter] = state
-
-
-def kept_moments(snapshot: Snapshot) -> dict[tuple[int, str], dict[str, Any]]:
-    """What a snapshot holds of each parameter's optimizer state, by the optimizer's number and the parameter's name."""
-    kept = {
-        (number, name): dict(state)
-        for number, entry in enumerate(snapshot.plain["optimizers"])
-        for name, state in entry["state"].items()
-    }
-    for key, value in snapshot.tensors.items():
-        if key.startswith("optimizer/"):
-            number, name_and_kind = key.removeprefix("optimizer/").split("/", 1)
-            name, kind = name_and_kind.rsplit("/", 1)
-            kept.setdefault((int(number), name), {})[kind] = value
-    return kept
-
-
-def moments_of(kept: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-    """Copies of what is kept of one parameter's optimizer state, each where torch keeps it in `group`."""
-    return {
-        kind: value.to(_state_device(kind, parameter, group), copy=True)
-        if isinstance(value, Tensor)
-        else plain_copy(value)
-        for kind, value in kept.items()
-    }
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether every element is; by the norm first, which is quick, and finite only where they are."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    if tensor.itemsize == 1:  # float8 knows neither norm nor isfinite.
-        tensor = tensor.float()
-    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    return bool(torch.linalg.vector_norm(tensor, dtype=wide).isfinite()) or bool(torch.isfinite(tensor).all())
-
-
-def _state_device(kind: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.device:
-    """Where torch's optimizers keep a state tensor: step counts stay on the host unless a kernel needs them."""
-    if kind == "step" and not (group.get("fused") or group.get("capturable")):
-        return torch.device("cpu")
-    return parameter.device

@@ -8,18 +8,23 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer_plugin.checkpoints.manifest import WRITER, Manifest
+from trainer_plugin.checkpoints.places import pieces_of
 from trainer_plugin.checkpoints.plain import plain_copy
 from trainer_plugin.checkpoints.retention import CheckpointsConfig, Lineage, kept
 from trainer_plugin.checkpoints.slots import Slots
-from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.snapshot import Snapshot
+from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.tier import Tier
-from trainer_plugin.checkpoints.time_limit import begin, within
-from trainer_plugin.checkpoints.writer import Writer, patience
+from trainer_plugin.checkpoints.time_limit import begin, patience, within
+from trainer_plugin.checkpoints.writer import Writer
+from trainer_plugin.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 _HANG_SECONDS = 30.0
@@ -43,7 +48,8 @@ class Checkpoints:
 
     `lineage`, `proven_step` and `suspect` are kept up to date by the guard: a checkpoint is proven when it is live,
     not beyond `proven_step`, and in none of the `suspect` stretches of steps (first and last, both included).
-    `clock` tells Unix seconds. A tier that does not answer for `hang_seconds`, more for many bytes, is out of order.
+    `clock` tells Unix seconds. A tier that does not answer for `hang_seconds`, more for many bytes, is out of order. Of
+    several `ranks` all have to call `open`, `save` and `load` together, and only the first one knows what is proven.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class Checkpoints:
         make_tier: Callable[..., Tier] = Tier,
         clock: Callable[[], float] = time.time,
         hang_seconds: float = _HANG_SECONDS,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
+        self._loads = 0
         self._config = config
         self._run = run
         self._clock = clock
@@ -80,7 +89,7 @@ class Checkpoints:
             ValueError: both tiers are one folder.
         """
         problems: list[OSError] = []
-        for tier, opened in [(tier, begin(tier.open)) for tier in self._tiers]:
+        for tier, opened in [(tier, self._begin_open(tier)) for tier in self._tiers]:
             try:
                 opened(self._hang_seconds)
             except TimeoutError as error:
@@ -91,9 +100,20 @@ class Checkpoints:
             raise problems[0]
         for problem in problems:
             _log.warning("%s: going on with the other tier", problem)
-        if not problems and self._local.folder.samefile(self._shared.folder):
+        if not problems:
+            self._ranks.together(self._tell_tiers_apart)
+
+    def _begin_open(self, tier: Tier) -> Callable[[float], None]:
+        """Of several ranks one tier after the other: they tell each other what they see in it."""
+        return begin(tier.open) if self._ranks.alone else lambda _: tier.open()
+
+    def _tell_tiers_apart(self) -> None:
+        if self._local.folder.samefile(self._shared.folder):
             found = self._local.folder.resolve()
             raise ValueError(f"checkpoints.local and checkpoints.shared must be two folders, found {found} twice")
+        if not self._shared.one_folder:
+            found = self._shared.folder
+            raise ValueError(f"checkpoints.shared must be one folder for all ranks, found {found} apart")
 
     def save(self, state: Snapshot, step: int, kind: str = "periodic", *, everywhere: bool = False) -> bool:
         """Copy a state and write it in the background; False if it is left out, since no memory is free for it yet.
@@ -101,13 +121,15 @@ class Checkpoints:
         `state` may hold live tensors: they are read only until this returns. With `everywhere` it goes into the shared
         tier too, whatever its interval.
         """
+        if not self._ranks.alone:
+            state = replace(state, pieces=pieces_of(state.tensors, state.places, self._ranks))
         draft = Manifest(
             run=self._run,
             step=step,
             branch=self.lineage.branch,
             kind=kind,
             finite=False,  # Until the writer has looked.
-            created=self._clock(),
+            created=self._ranks.from_first(self._clock()),
             files={},
             torch=str(torch.__version__),
             proven=self._proven(step),
@@ -116,6 +138,8 @@ class Checkpoints:
         )
         slot = self._slots.take(state, draft.name)
         if slot is None:
+            for tier in self._tiers:
+                tier.refuse(draft, "the last checkpoint is still being written")
             return False
         due = step % self._config.every != 0 or step % self._shared.retention.every == 0
         self._writer.start(slot, draft, local_only=not (due or everywhere))
@@ -176,27 +200,59 @@ class Checkpoints:
         Raises:
             OSError: no tier holds it whole.
         """
-        name, seconds = checkpoint.name, patience(checkpoint.total_bytes, self._hang_seconds)
+        name, seconds, ranks = checkpoint.name, patience(checkpoint.total_bytes, self._hang_seconds), self._ranks
         good, hung, problems = self._check(name, seconds)
         for problem in problems:
             _log.warning("%s", problem)
-        if not good:
-            raise OSError(f"checkpoint of step {checkpoint.step} is whole in no tier: {'; '.join(problems)}")
-        degraded = [tier.name for tier in hung]
+
+        def found() -> Tier:
+            if not good:
+                raise OSError(f"checkpoint of step {checkpoint.step} is whole in no tier: {'; '.join(problems)}")
+            return good[0]
+
+        source = ranks.together(found)
+        degraded = self._mend(checkpoint, source, good, hung, seconds)
+        held = self._slots.find(name)
+        snapshot, told = held or ranks.together(within, seconds, source.read, name), source.name
+        if held is not None:  # Its plain half as a copy: whoever takes it up may keep it, and change it.
+            snapshot, told = replace(held, plain=plain_copy(held.plain)), "memory"
+        unknown = frozenset.intersection(*ranks.gather(snapshot.unknown))
+        snapshot = replace(snapshot, unknown=unknown)
+        return Loaded(manifest=checkpoint, snapshot=snapshot, tier=told, degraded=degraded)
+
+    def _mend(
+        self, checkpoint: Manifest, source: Tier, good: list[Tier], hung: list[Tier], seconds: float
+    ) -> tuple[str, ...]:
+        """Mend what is damaged on any rank; the tiers that stay out of order."""
+        everyone = self._ranks.gather(([tier.name for tier in good], [tier.name for tier in hung]))
+        self._loads += 1
+        degraded = []
         for tier in self._tiers:
-            if tier in good or tier in hung:
+            if all(tier.name in theirs for theirs, _ in everyone):
                 continue
             try:
-                within(seconds, tier.take, good[0], name)
+                if any(tier.name in theirs for _, theirs in everyone):
+                    raise TimeoutError("it does not answer")
+                take = partial(tier.take, source, checkpoint.name, attempt=f"load-{self._loads}")
+                self._ranks.together(within, seconds * tier.slowness, take)
             except OSError as error:
                 degraded.append(tier.name)
                 _log.warning("checkpoint of step %d stays damaged in tier %s: %s", checkpoint.step, tier.name, error)
-        held = self._slots.find(name)
-        if held is not None:  # Its plain half as a copy: whoever takes it up may keep it, and change it.
-            snapshot, source = replace(held, plain=plain_copy(held.plain)), "memory"
-        else:
-            snapshot, source = within(seconds, good[0].read, name), good[0].name
-        return Loaded(manifest=checkpoint, snapshot=snapshot, tier=source, degraded=tuple(degraded))
+        return tuple(degraded)
+
+    def lasting(self, checkpoint: Manifest) -> Any:  # noqa: ANN401 - the guard's own
+        """What never rewinds, as a checkpoint has it.
+
+        Raises:
+            OSError: no tier has it as it was written.
+        """
+        problems = []
+        for tier in self._tiers:
+            try:
+                return tier.plain(checkpoint.name)["guard"].get("lasting")
+            except OSError as error:
+                problems.append(str(error))
+        raise OSError("; ".join(problems))
 
     def _check(self, name: str, seconds: float) -> tuple[list[Tier], list[Tier], list[str]]:
         """The tiers that hold a checkpoint whole, those that do not answer, and what is wrong; read side by side."""

@@ -5,7 +5,7 @@ directly here, which also keeps the writer thread free of collectives.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from trainer_plugin.checkpoints.manifest import File, HashedFile
 
 
-class _HashedFiles(FileSystem):
+class HashedFiles(FileSystem):
     """The file system of a writer; `files` is what it has written."""
 
     def __init__(self) -> None:
@@ -31,6 +33,19 @@ class _HashedFiles(FileSystem):
         with HashedFile(Path(path)) as stream:
             yield stream
         self.files[Path(path).name] = stream.entry
+
+    def held(self, write: Callable[..., Future[list[WriteResult]]], *arguments: object) -> list[WriteResult]:
+        """What torch's writer has written.
+
+        Raises:
+            OSError: the folder cannot be written; torch's own archive writer speaks of positions where a disk is full.
+        """
+        try:
+            return write(*arguments).wait()
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """The metadata are drafted first."""
@@ -46,18 +61,13 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, File]:
     """
     # Neither syncs nor copies ahead of its own: the files are synced here, and the tensors are on the host.
     writer, planner = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0), DefaultSavePlanner()
-    writer.fs = files = _HashedFiles()
+    writer.fs = files = HashedFiles()
     planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    try:
-        writer.finish(metadata, [writer.write_data(plan, planner).wait()])
-    except RuntimeError as error:  # torch's own archive writer, which speaks of positions where a disk is full.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
+    writer.finish(metadata, [files.held(writer.write_data, plan, planner)])
     return files.files
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -16,11 +17,13 @@ from trainer_plugin.checkpoints import manifest
 from trainer_plugin.checkpoints.manifest import PLAIN, HashedFile, Manifest
 from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
 from trainer_plugin.checkpoints.retention import SaveEvery
-from trainer_plugin.checkpoints.state import Snapshot
+from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.tensor_files import read_tensors, write_tensors
 
 _log = logging.getLogger(__name__)
 _FOLDERS = "step-*"
+# What a rank writes apart until all have written theirs begins so.
+PART = "part-"
 # Writer and rollback may meet in a tier. One that is held for longer than this hangs.
 _LOCK_SECONDS = 10.0
 
@@ -30,8 +33,12 @@ class Tier:
 
     `whole` is what is known to be here without looking; `seconds` is how long the last one took to be whole.
     `left_alone` are the folders that were found at the start and are not read, each in a line that says why. `run` is
-    whose checkpoints these are; by default the folder's name tells.
+    whose checkpoints these are; by default the folder's name tells. What is done here may take `slowness` times as long
+    as the bytes would have it.
     """
+
+    slowness = 1.0
+    one_folder = True
 
     def __init__(self, name: str, folder: Path, retention: SaveEvery, *, run: str | None = None) -> None:
         self.name = name
@@ -42,6 +49,7 @@ class Tier:
         self._run = folder.name if run is None else run
         self.seconds: float | None = None
         self._made = False
+        self._readable = True
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -51,23 +59,25 @@ class Tier:
             OSError: it cannot be made or written; what can be read has been found all the same.
             PermissionError: others may write in it, who could have a restore run code of theirs; nothing is read.
         """
-        readable = True
         with self._lock:  # One that hangs here for a while must not clear away what is being written when it goes on.
             try:
-                self._make()
-                if not os.access(self.folder, os.W_OK | os.X_OK):
-                    raise PermissionError(errno.EACCES, "not writable")  # As the mkdir would say it.
-            except _OthersWriteError as error:
-                readable = False
-                raise PermissionError(f"checkpoints.{self.name}: {error}") from error
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise type(error)(
-                    f"checkpoints.{self.name}: folder {self.folder} cannot be written: {reason}"
-                ) from error
+                self._open_folder()
             finally:
-                if readable:
+                if self._readable:
                     self._find()
+
+    def _open_folder(self) -> None:
+        self._readable = True
+        try:
+            self._make()
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "not writable")  # As the mkdir would say it.
+        except _OthersWriteError as error:
+            self._readable = False
+            raise PermissionError(f"checkpoints.{self.name}: {error}") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise type(error)(f"checkpoints.{self.name}: folder {self.folder} cannot be written: {reason}") from error
 
     def write(self, snapshot: Snapshot, draft: Manifest) -> Manifest:
         """Write a snapshot; nothing of it stays if that fails. `draft` lacks only the files and the tier."""
@@ -85,12 +95,16 @@ class Tier:
                 raise
             return self.whole[draft.name]
 
-    def take(self, source: "Tier", name: str) -> Manifest:
-        """Copy a checkpoint from another tier, verified on arrival."""
+    def take(self, source: "Tier", name: str, *, attempt: str = "") -> Manifest:
+        """Copy a checkpoint from another tier, verified on arrival. `attempt` is for several ranks."""
+        del attempt
         with self._held():
             self._clear(self.folder / name)
             self.whole[name] = manifest.copy(source.folder / name, self.folder / name, tier=self.name)
             return self.whole[name]
+
+    def refuse(self, draft: Manifest, why: str) -> None:
+        """A checkpoint is left out; of several ranks the others have to know."""
 
     def faults(self, name: str) -> list[str]:
         """What is wrong with a checkpoint here; empty if every byte is as it was written."""
@@ -100,19 +114,32 @@ class Tier:
             if found is None:
                 return [f"{folder}: no checkpoint there"]
             unhashed = [f"{folder}: no hash of {name}" for name in manifest.unhashed(found)]
+            if found.partial:
+                unhashed.append(f"{folder}: has the part of one host only")
             return unhashed or manifest.faults(folder, found)
 
     def read(self, name: str) -> Snapshot:
         """A checkpoint that has just been found without faults."""
         with self._held():
             folder = self.folder / name
-            try:
+            with as_no_state(folder):
                 return Snapshot(tensors=read_tensors(folder), plain=decode_plain((folder / PLAIN).read_bytes()))
-            except OSError:
-                raise
-            except Exception as error:  # Every byte is as its manifest says, and it is no state.
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                raise OSError(f"{folder}: not a state that can be read: {reason}") from error
+
+    def plain(self, name: str) -> dict[str, Any]:
+        """The plain values of a checkpoint, of several ranks the first one's, checked on the way.
+
+        Raises:
+            OSError: they are not there as they were written.
+        """
+        with self._held():
+            folder = self.folder / name
+            found = self._read(folder)
+            if found is None or PLAIN not in found.files:
+                raise OSError(f"{folder}: no checkpoint there")
+            if faults := manifest.faults(folder, replace(found, files={PLAIN: found.files[PLAIN]})):
+                raise OSError("; ".join(faults))
+            with as_no_state(folder):
+                return decode_plain((folder / PLAIN).read_bytes())
 
     def rotate(self, kept: set[str]) -> None:
         """Remove every checkpoint but these, and forget those that somebody else has removed."""
@@ -157,6 +184,8 @@ class Tier:
         return found if found is not None and found.run == self._run else None
 
     def _find(self) -> None:
+        for path in self.folder.glob(f"{PART}*"):
+            shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(_FOLDERS):
             found = self._read(path)
             if found is not None:
@@ -171,3 +200,15 @@ class Tier:
 
 class _OthersWriteError(OSError):
     """A folder in which others can put what they like."""
+
+
+@contextmanager
+def as_no_state(folder: Path) -> Iterator[None]:
+    """What goes wrong in here as an OSError: every byte is as its manifest says, and it is no state."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise OSError(f"{folder}: not a state that can be read: {reason}") from error

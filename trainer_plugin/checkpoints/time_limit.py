@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 _T = TypeVar("_T")
+_SLOWEST_BYTES_PER_SECOND = 50e6
 
 
 def begin(work: Callable[..., _T], *arguments: object) -> Callable[[float], _T]:
@@ -40,3 +41,8 @@ def within(seconds: float, work: Callable[..., _T], *arguments: object) -> _T:
         Exception: whatever `work` raised.
     """
     return begin(work, *arguments)(seconds)
+
+
+def patience(size_bytes: int, hang_seconds: float) -> float:
+    """Seconds after which a tier that works on so many bytes is taken to hang."""
+    return hang_seconds + size_bytes / _SLOWEST_BYTES_PER_SECOND

@@ -12,15 +12,9 @@ from msgspec.structs import replace
 from trainer_plugin.checkpoints.manifest import Manifest
 from trainer_plugin.checkpoints.slots import Slot
 from trainer_plugin.checkpoints.tier import Tier
-from trainer_plugin.checkpoints.time_limit import within
+from trainer_plugin.checkpoints.time_limit import patience, within
 
 _log = logging.getLogger(__name__)
-_SLOWEST_BYTES_PER_SECOND = 50e6
-
-
-def patience(size_bytes: int, hang_seconds: float) -> float:
-    """Seconds after which a tier that works on so many bytes is taken to hang."""
-    return hang_seconds + size_bytes / _SLOWEST_BYTES_PER_SECOND
 
 
 class Writer:
@@ -44,6 +38,7 @@ class Writer:
         self._rotate = rotate
         self._on_failure = on_failure
         self._hang_seconds = hang_seconds
+        self._joint = local.slowness > 1.0
         self._ended = threading.Event()
         self._ended.set()
 
@@ -90,12 +85,16 @@ class Writer:
                 _log.warning("checkpoint of step %d holds values that are not finite: never a target", draft.step)
                 self._on_failure(local.name)
             written = attempt(local, draft, lambda: self._from_memory(local, slot, draft))
-            if not draft.finite:
+            # Of several ranks another one's part may be what is not finite.
+            finite = written.finite if written is not None else draft.finite
+            if draft.finite and not finite:
+                self._on_failure(local.name)
+            if not finite and (written is not None or not self._joint):
                 return  # Evidence, in one tier, until the next one is written.
-            if not written:
+            if written is None:
                 attempt(shared, draft, lambda: self._from_memory(shared, slot, draft))
-        if written and not local_only:
-            attempt(shared, draft, lambda: shared.take(local, draft.name))
+        if written is not None and not local_only:
+            attempt(shared, draft, lambda: shared.take(local, draft.name, attempt=str(draft.created)))
 
     def _from_memory(self, tier: Tier, slot: Slot, draft: Manifest) -> Manifest:
         slot.hold()  # Here, since one that hangs reads on when nobody waits for it any more.
@@ -106,19 +105,19 @@ class Writer:
 
     def _attempt(
         self, tier: Tier, draft: Manifest, write: Callable[[], Manifest], *, began: float, size_bytes: int
-    ) -> bool:
+    ) -> Manifest | None:
         """Write into a tier and rotate it; a failure is counted, and the training goes on."""
 
-        def work() -> None:
+        def work() -> Manifest:
             written = write()
             tier.seconds = time.monotonic() - began
             self._rotate(tier, written)
+            return written
 
         self.at = tier.name
         try:
-            within(patience(size_bytes, self._hang_seconds), work)
+            return within(patience(size_bytes, self._hang_seconds) * tier.slowness, work)
         except Exception as error:  # noqa: BLE001 - whatever the disk says
             _log.warning("checkpoint of step %d failed in tier %s: %s", draft.step, tier.name, error)
             self._on_failure(tier.name)
-            return False
-        return True
+            return None

@@ -31,6 +31,18 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 1
 
 
+def merged(entries: Sequence[Quarantine]) -> Quarantine | None:
+    """What several ranks have found suspect of the same steps, as one; None where none has found anything."""
+    if not entries:
+        return None
+    return msgspec.structs.replace(
+        entries[0],
+        first=min(entry.first for entry in entries),
+        last=max(entry.last for entry in entries),
+        sample_ids=tuple(dict.fromkeys(one for entry in entries for one in entry.sample_ids)),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Drawn:
     """A batch that was handed out, and for which step."""
@@ -132,13 +144,15 @@ class Data:
         """The position, and the source's own state where it has one."""
         return {"position": self.position, "source": self._source.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, split_anew: bool = False) -> None:
         """Go back to a state; a source that cannot goes on where it is, and its position with it.
+
+        `split_anew`: it is that of another number of ranks.
 
         Raises:
             ValueError: the source does not take its state.
         """
-        if not self.rewindable or state["source"] is None:
+        if not self.rewindable or state["source"] is None or (split_anew and not self._source.splits_anew):
             self._say_forward(state["position"])
             return
         self._source.load_state_dict(state["source"])

@@ -120,7 +120,7 @@ class IndexSampler:
         if theirs != self._order_of:
             raise ValueError(f"a place in the order of {self._order_of} wanted, found one of {theirs}")
         self.epoch, self.place = state["epoch"], state["place"]
-        if state["world_size"] != self._world_size:
+        if state["world_size"] != self._world_size and self._rank == 0:
             _log.warning(
                 "data: split over %d ranks, before it was %d: from sample %d of epoch %d on",
                 self._world_size,

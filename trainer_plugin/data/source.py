@@ -13,7 +13,12 @@ _MOST_LEFT_OUT_RATIO = 0.1
 
 
 class Source:
-    """Any iterable of batches. One with `state_dict` and `load_state_dict` can go back; others go on forward."""
+    """Any iterable of batches. One with `state_dict` and `load_state_dict` can go back; others go on forward.
+
+    `splits_anew`: its place is one for any number of ranks.
+    """
+
+    splits_anew = False
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.rewindable = _has_state(batches)
@@ -84,6 +89,8 @@ class SampledSource(Source):
 
     A second sampler of the same order stands where the drawing stands.
     """
+
+    splits_anew = True
 
     def __init__(self, batches: Iterable[Any], sampler: IndexSampler) -> None:
         super().__init__(batches)

@@ -16,11 +16,14 @@ import torch
 from msgspec import structs
 
 from trainer_plugin.checkpoints.manifest import WRITER, Manifest
+from trainer_plugin.checkpoints.places import pieces_of
 from trainer_plugin.checkpoints.retention import SaveEvery
-from trainer_plugin.checkpoints.state import Snapshot, TrainingState
+from trainer_plugin.checkpoints.snapshot import Snapshot
+from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.tier import Tier
 from trainer_plugin.history import History
 from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.ranks import Ranks
 from trainer_plugin.scenes import scene
 from trainer_plugin.scenes.recorder import Recorder, Start
 from trainer_plugin.scenes.scene import Scene, plain_signals
@@ -35,7 +38,8 @@ class Scenes:
     """The scenes of one run, `keep` at most, and no more than that in `spacing_steps` optimizer steps.
 
     `wait_for_checkpoints` waits so many seconds until no checkpoint is being written. `on_failure` and `on_saved` are
-    called in the writer's thread, the latter with the scene and the seconds that it took.
+    called in the writer's thread, the latter with the scene and the seconds that it took. Of several `ranks` the first
+    one has the wish, and all `store` it together.
     """
 
     def __init__(
@@ -50,9 +54,13 @@ class Scenes:
         wait_for_checkpoints: Callable[[float], object],
         on_failure: Callable[[], None],
         on_saved: Callable[[Scene, float], None],
+        make_tier: Callable[..., Tier] = Tier,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self._run = run_folder.name
-        self._tier = Tier("scenes", run_folder / "scenes", SaveEvery(every=spacing_steps, keep=keep), run=self._run)
+        spaced = SaveEvery(every=spacing_steps, keep=keep)
+        self._tier = make_tier("scenes", run_folder / "scenes", spaced, run=self._run)
         self._keep = keep
         self._spacing_steps = spacing_steps
         self._state = state
@@ -71,7 +79,7 @@ class Scenes:
         Raises:
             OSError: the folder cannot be made or written.
         """
-        if not self._keep and not self._tier.folder.exists():
+        if not self._ranks.from_first(bool(self._keep) or self._tier.folder.exists()):
             return
         self._tier.open()
         folders = {name: self._tier.folder / name for name in self._tier.whole}
@@ -90,12 +98,19 @@ class Scenes:
 
         `signals` are those of the step that opened it. On return the state has been copied.
         """
+        new = self.wish(incident, signals)
+        if new is not None:
+            self.store(new)
+        return new is not None
+
+    def wish(self, incident: Incident, signals: Signals) -> Scene | None:
+        """The scene that is wanted of what an incident began with; None where none is (any more)."""
         if not self._wanted(incident.id):
-            return False
+            return None
         history, start = self._history, self._recorder.start_of(signals.step)
         # What is not applied leaves the weights as they were before it.
         withheld = signals.withheld is not None and signals.step == history.step
-        new = Scene(
+        return Scene(
             run=self._run,
             step=signals.step,
             weights_step=history.step - 1 if withheld else history.step,
@@ -111,12 +126,20 @@ class Scenes:
             batches_left_out=start.left_out,
             torch=str(torch.__version__),
         )
+
+    def store(self, new: Scene) -> None:
+        """Store a scene, in the background. On return the state has been copied."""
+        if new.step != self._history.step:  # Several ranks have heard of it at a later boundary.
+            new = structs.replace(new, weights_step=self._history.step)
         try:
-            self._begin(new, self._recorder.signals, self._capture(start))
+            start, ranks = self._recorder.start_of(new.step), self._ranks
+            snapshot = ranks.together(self._capture, start)
+            if not ranks.alone:
+                snapshot = replace(snapshot, pieces=pieces_of(snapshot.tensors, snapshot.places, ranks))
+            self._begin(new, self._recorder.signals, snapshot)
         except Exception:
             self._on_failure()
             raise
-        return True
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False if that takes longer."""
@@ -144,7 +167,8 @@ class Scenes:
             try:
                 self._wait_for_checkpoints(_IDLE_SECONDS)
                 self._write(structs.replace(new, steps=[plain_signals(one) for one in steps]), snapshot)
-                self._on_saved(new, time.monotonic() - began)
+                if self._ranks.first:
+                    self._on_saved(new, time.monotonic() - began)
             except Exception as error:  # noqa: BLE001 - whatever the disk says
                 _log.warning("the scene of step %d could not be kept: %s", new.step, error)
                 self._on_failure()
@@ -166,7 +190,8 @@ class Scenes:
         )  # fmt: skip
         name = self._tier.write(snapshot, draft).name
         try:
-            scene.write(self._tier.folder / name, new)
+            if self._ranks.first:
+                scene.write(self._tier.folder / name, new)
         except OSError:
             self._tier.rotate(set(self._scenes))
             raise

@@ -16,8 +16,8 @@ from trainer_plugin.signals import LayerReading
 from trainer_plugin.step.norms import tensor_norms
 from trainer_plugin.step.untraced import untraced
 
-_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-_SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 
 class LayerSignals:
@@ -62,16 +62,20 @@ class LayerSignals:
                 known[layer] = ("first",) * first + ("second",) * second
         return known
 
+    def due(self, step: int) -> tuple[str, ...]:
+        """The layers whose turn step number `step` is."""
+        return tuple(self._turns.get(step % self._every, ()))
+
     def listen(self, step: int) -> None:
         """Step number `step` comes next: the forward pass of the layers whose turn it is will be listened to."""
-        self._due = frozenset(self._turns.get(step % self._every, ()))
+        self._due = frozenset(self.due(step))
         self._largest.clear()
 
     def before_optimizer(self, step: int) -> None:
         """Copy the weights of the layers whose turn it is."""
         self._copies = {
             layer: [(weight, weight.detach().clone()) for weight in self._layers[layer] if weight.requires_grad]
-            for layer in self._turns.get(step % self._every, ())
+            for layer in self.due(step)
         }
 
     def after_optimizer(self) -> tuple[tuple[str, ...], Tensor] | None:
@@ -83,6 +87,11 @@ class LayerSignals:
         values = [value for layer, pairs in copies.items() for value in self._measure(layer, pairs)]
         device = values[0].device
         return tuple(copies), torch.stack([value.to(device).float() for value in values])
+
+    def nothing(self, step: int) -> tuple[tuple[str, ...], Tensor | None]:
+        """What stands for the values of step number `step` where they are not there."""
+        del step
+        return (), None
 
     @classmethod
     def read(cls, layers: tuple[str, ...], values: tuple[float, ...]) -> dict[str, LayerReading]:
@@ -112,11 +121,10 @@ class LayerSignals:
     @torch.no_grad()
     def _measure(self, layer: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
         weights = [weight.detach() for weight, _ in pairs]
-        # In float32 at least: the difference of two bfloat16 numbers is none of three digits.
-        updates = [_wide(copy).sub_(_wide(weight)) for weight, (_, copy) in zip(weights, pairs, strict=True)]
+        updates = [wide(copy).sub_(wide(weight)) for weight, (_, copy) in zip(weights, pairs, strict=True)]
         states = [self._state(weight) for weight, _ in pairs]
-        firsts = [state[key] for state in states for key in _FIRST_MOMENTS if isinstance(state.get(key), Tensor)]
-        seconds = [state[key] for state in states for key in _SECOND_MOMENTS if isinstance(state.get(key), Tensor)]
+        firsts = [state[key] for state in states for key in FIRST_MOMENTS if isinstance(state.get(key), Tensor)]
+        seconds = [state[key] for state in states for key in SECOND_MOMENTS if isinstance(state.get(key), Tensor)]
         missing = torch.full((), -1.0, device=weights[0].device)
         sums = [second.sum(dtype=torch.float32) for second in seconds]
         return [
@@ -144,7 +152,8 @@ class LayerSignals:
         return listen
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 at least: the difference of two bfloat16 numbers is none of three digits."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from trainer_plugin.step.norms import layer_norms, scale_all, scale_and_check, tensor_norms
 from trainer_plugin.step.row import Row, Withhold
 
-# What torch.compile puts into the names of a module that it wraps, the whole model or a part of it.
 # The squares of smaller elements are not whole numbers to float32 any more.
-_LEAST_NORM = 1e-15
+LEAST_NORM = 1e-15
+# What torch.compile puts into the names of a module that it wraps, the whole model or a part of it.
 _WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
 
 
@@ -58,7 +58,7 @@ class Probe:
         self._finite_buffers = {
             plain_name(name): buffer
             for name, buffer in model.named_buffers()
-            if buffer.is_floating_point() and _is_finite(buffer)
+            if buffer.is_floating_point() and is_finite(buffer)
         }
         self.layers: dict[str, list[nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
@@ -72,13 +72,14 @@ class Probe:
 
     @torch.no_grad()
     def measure(
-        self, loss: Tensor, limits: Limits, *, scale: Tensor | None = None, beside: Sequence[Tensor] = ()
+        self, loss: Tensor | None, limits: Limits, *, scale: Tensor | None = None, beside: Sequence[Tensor] = ()
     ) -> tuple[Row, Tensor]:
         """Measure the gradients, clip them in place, and return `(row, bad)`, both on the device.
 
-        `scale` is AMP's loss scale, shape []; the gradients have been divided by it already. `beside` are vectors
-        of other values that shall go to the host with this row. `bad` is a float32 scalar: 1.0 when the update is to be
-        withheld (`Withhold`), else 0.0; the gradients of a step that is not finite are left exactly as they were.
+        A loss of None could not be read, and withholds nothing. `scale` is AMP's loss scale, shape []; the gradients
+        have been divided by it already. `beside` are vectors of other values that shall go to the host with this row.
+        `bad` is a float32 scalar: 1.0 when the update is to be withheld (`Withhold`), else 0.0; the gradients of a step
+        that is not finite are left exactly as they were.
 
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
         both as in `torch.nn.utils.clip_grad_norm_`.
@@ -86,20 +87,20 @@ class Probe:
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
         held = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         # A sparse gradient is measured where the values of one place are added up, and clipped as it is.
-        gradients = [_values(gradient) for gradient in held]
-        measured = [_values(gradient.coalesce()) if gradient.is_sparse else gradient for gradient in held]
+        gradients = [values_of(gradient) for gradient in held]
+        measured = [values_of(gradient.coalesce()) if gradient.is_sparse else gradient for gradient in held]
         # Detached before anything else: the row must not keep the graph of the forward pass alive.
-        loss = loss.detach().float().reshape(())
+        loss = torch.zeros((), device=self.device) if loss is None else loss.detach().float().reshape(())
         if not gradients:
             bad = (~torch.isfinite(loss)).float()
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
-            return Row(_packed(head, *beside)), bad
+            return Row(packed(head, *beside)), bad
         device = gradients[0].device
         tensors = tensor_norms(measured)
         norms = torch.stack(tensors if len({norm.device for norm in tensors}) == 1 else [n.to(device) for n in tensors])
         total = torch.linalg.vector_norm(norms)
         huge = torch.zeros_like(total, dtype=torch.bool)
-        if device.type == "cpu" and not _LEAST_NORM < float(total) < math.inf:
+        if device.type == "cpu" and not LEAST_NORM < float(total) < math.inf:
             # Finite but huge, or small but there? Squares of 1e20 and of 1e-22 are beyond float32. On a CPU looking
             # costs nothing.
             exact = torch.stack([torch.linalg.vector_norm(gradient.double()) for gradient in measured])
@@ -127,7 +128,7 @@ class Probe:
         scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
         layers, numbers = self._layers_of(present, norms.device)
         row = Row(
-            _packed([loss, total, coefficient, scale, withhold], layer_norms(norms, numbers, len(layers)), *beside),
+            packed([loss, total, coefficient, scale, withhold], layer_norms(norms, numbers, len(layers)), *beside),
             layers,
             (tuple(itertools.compress(self.parameters, present)), norms),
         )
@@ -139,7 +140,7 @@ class Probe:
         Reads the host: only when the loss or a gradient already is not finite.
         """
         held = {**self.parameters, **self._finite_buffers}
-        return [name for name, tensor in held.items() if not _is_finite(tensor)]
+        return [name for name, tensor in held.items() if not is_finite(tensor)]
 
     def _layers_of(self, present: tuple[bool, ...], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
         """The layers that have a gradient in this step, and for each gradient the number of its layer."""
@@ -165,16 +166,17 @@ def layer_of(parameter_name: str) -> str:
     return ".".join(parts[:-1]) or parts[0]
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every element is. Reads the host."""
     return bool(torch.isfinite(tensor).all())
 
 
-def _values(gradient: Tensor) -> Tensor:
+def values_of(gradient: Tensor) -> Tensor:
     """What a gradient holds, to be written too."""
     return gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - `values()` wants it coalesced
 
 
-def _packed(head: list[Tensor], *tails: Tensor) -> Tensor:
+def packed(head: list[Tensor], *tails: Tensor) -> Tensor:
     """One float32 vector of scalars and vectors."""
     values = torch.stack([value.float() for value in head])
     return torch.cat([values, *(tail.to(values.device).float() for tail in tails)])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_plugin.learning_rate import LrFactor
-from trainer_plugin.signals import Signals
+from trainer_plugin.signals import LayerReading, Signals
 from trainer_plugin.step.accumulation import Accumulation
 from trainer_plugin.step.layer_signals import LayerSignals
 from trainer_plugin.step.probe import Limits, Probe
@@ -71,6 +71,7 @@ class StepReader:
         self._layers_read: tuple[tuple[str, ...], Tensor] | None = None
         self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
+        self._values: RowValues | None = None
         self._steps_ended = dict(self._shield.steps_ended)
         self._unheard_steps_each = [0 for _ in optimizers]
         self.grad_norm: Tensor | None = None
@@ -111,16 +112,31 @@ class StepReader:
         if accumulated is not None:
             mean, tokens, earlier = accumulated
             loss, ids = mean if loss is None else loss, [*earlier, *ids]
-        value = _as_tensor(loss, self._probe.device)
+        value = self._loss(loss)
         self._unscaling.unscale()
-        layers, layer_values = self._layers_read or ((), None)
-        self._layers_read = None
+        self._pass_on(value, step, limits, tuple(ids), tokens)
+
+    @torch.no_grad()
+    def protect(self, limits: Limits, *, step: int) -> None:
+        """Clip and shield a step whose loss, or whatever else, could not be read: it has no signals, but a guard."""
+        del step
+        self.unscale_again()
+        self._measure(None, limits, None, [])
+
+    def _loss(self, loss: object) -> Tensor | None:
+        return as_tensor(loss, self._probe.device)
+
+    def _pass_on(
+        self, loss: Tensor | None, step: int, limits: Limits, sample_ids: tuple[str, ...], tokens: int | None
+    ) -> None:
+        """Measure a step, and have its row on its way to the host."""
+        layers, layer_values = self._readings(step)
         rates = self._learning_rate.effective()
         beside = [rate.reshape(1) for rate in rates if isinstance(rate, Tensor)]
         if layer_values is not None:
             beside.append(layer_values)
-        scale = self._unscaling.scale(value.device)
-        row = self._measure(value, limits, scale, beside)
+        scale = self._unscaling.scale(self._probe.device if loss is None else loss.device)
+        row = self._measure(loss, limits, scale, beside)
         if len(self._taken) == _MOST_TAKEN:
             _log.warning("step %d: end_step is not called: nothing is judged, healed or saved", step)
             self._taken.clear()
@@ -128,7 +144,7 @@ class StepReader:
             step=step,
             row=row,
             limits=limits,
-            sample_ids=tuple(ids),
+            sample_ids=sample_ids,
             tokens=tokens,
             loss_mean=self.accumulation.mean,
             rates=tuple(None if isinstance(rate, Tensor) else rate for rate in rates),
@@ -139,13 +155,13 @@ class StepReader:
         self.grad_norm = row.norm
         self.measured += 1
 
-    @torch.no_grad()
-    def protect(self, limits: Limits) -> None:
-        """Clip and shield a step whose loss, or whatever else, could not be read: it has no signals, but a guard."""
-        self.unscale_again()
-        self._measure(torch.zeros((), device=self._probe.device), limits, None, [])
+    def _readings(self, step: int) -> tuple[tuple[str, ...], Tensor | None]:
+        """What the layers have shown after the step before this one."""
+        del step
+        read, self._layers_read = self._layers_read, None
+        return read or ((), None)
 
-    def _measure(self, loss: Tensor, limits: Limits, scale: Tensor | None, beside: list[Tensor]) -> Row:
+    def _measure(self, loss: Tensor | None, limits: Limits, scale: Tensor | None, beside: list[Tensor]) -> Row:
         self._steps_ended = dict(self._shield.steps_ended)
         row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside)
         if self._shielded:
@@ -170,10 +186,9 @@ class StepReader:
 
     def arrived(self, *, step_seconds: float, data_wait_seconds: float, data_position: int | None) -> Iterator[Signals]:
         """The signals of the steps whose values are due; `nonfinite_parameters` goes with the one yielded last."""
-        # What the shield has read in the optimizer's step is here already.
-        while self._taken and (len(self._taken) > self._lag_steps or self._taken[0].row.known):
+        while self._taken and self._is_due():
             taken = self._taken.popleft()
-            values = taken.row.read()
+            values = self._values = taken.row.read()
             norm = values.grad_norm
             finite_norm = norm is None or math.isfinite(norm)
             self.nonfinite_parameters = [] if finite_norm else taken.row.nonfinite_parameters()
@@ -198,8 +213,12 @@ class StepReader:
                 sample_ids=taken.sample_ids,
                 tokens=taken.tokens,
                 loss_mean=taken.loss_mean,
-                layers=LayerSignals.read(taken.layers, tuple(beside)),
+                layers=self._read_layers(taken.layers, tuple(beside)),
             )
+
+    def _is_due(self) -> bool:
+        # What the shield has read in the optimizer's step is here already.
+        return len(self._taken) > self._lag_steps or self._taken[0].row.known
 
     def forget(self) -> None:
         """Drop what is on its way: the run has gone back."""
@@ -236,6 +255,9 @@ class StepReader:
     def _has_stepped_since(self, steps_ended: dict[int, int], optimizer: Optimizer) -> bool:
         return self._shield.steps_ended[id(optimizer)] != steps_ended[id(optimizer)]
 
+    def _read_layers(self, layers: tuple[str, ...], values: tuple[float, ...]) -> dict[str, LayerReading]:
+        return self._layer_signals.read(layers, values) if self._layer_signals is not None else {}
+
     def _withheld(self, values: RowValues) -> str | None:
         """Why no update came of a step, if none did."""
         norm_finite = values.grad_norm is None or math.isfinite(values.grad_norm)
@@ -246,7 +268,7 @@ class StepReader:
         return "nonfinite" if values.withhold == Withhold.NONFINITE else "spike"
 
 
-def _as_tensor(loss: object, device: torch.device) -> Tensor:
+def as_tensor(loss: object, device: torch.device) -> Tensor:
     """The step's loss as a tensor of one element: a plain number will do as well."""
     if loss is None:
         raise ValueError("before_optimizer needs a loss, or a micro_step before it")

@@ -35,12 +35,39 @@ class RowValues:
     withhold: Withhold
     layer_grad_norms: dict[str, float]
     beside: tuple[float, ...] = ()
+    shared: "Shared | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What the row of several ranks tells besides, on all of them the same.
+
+    `talks`: the first rank may have something to say at this step's boundary. `stop_asked`: a rank was asked to stop.
+    `losses` ranks had a loss; it was not finite on `loss_ranks`, the gradient on `gradient_ranks`. `tokens` and
+    `samples` are of all ranks.
+    """
+
+    talks: bool
+    stop_asked: bool
+    losses: int
+    tokens: int
+    samples: int
+    loss_ranks: tuple[int, ...]
+    gradient_ranks: tuple[int, ...]
+
+
+# Beside the step's own values, in this order, and then for each rank what of it is not finite.
+SHARED_VALUES = 5
+LOSS_FLAG, GRADIENT_FLAG = 1, 2
+# In place of the norm of a layer that no rank has a gradient of.
+ABSENT = -1.0
 
 
 class Row:
-    """`[loss, norm, coefficient, loss scale, withhold, layer norms..., beside...]`, float32, of one step.
+    """`[loss, norm, coefficient, loss scale, withhold, layer norms..., shared..., beside...]`, float32, of one step.
 
-    `norms` are those of the single gradients, by name, which stay on the device: only a step gone bad needs them.
+    `norms` are those of the single gradients, by name, which stay on the device: only a step gone bad needs them. With
+    `ranks` the row is of so many ranks, and has the values of `Shared`; a layer norm may then be `ABSENT`.
     """
 
     def __init__(
@@ -48,9 +75,12 @@ class Row:
         values: Tensor,
         layers: tuple[str, ...] = (),
         norms: tuple[tuple[str, ...], Tensor] | None = None,
+        *,
+        ranks: int = 0,
     ) -> None:
         self._layers = layers
         self._norms = norms
+        self._ranks = ranks
         self._arrived: torch.cuda.Event | None = None
         self._values = values
         # For whoever shows it too: on the device, not to be waited for.
@@ -92,17 +122,39 @@ class Row:
     def _values_of(self, numbers: list[float]) -> RowValues:
         loss, norm, coefficient, scale, withhold, *rest = numbers
         huge = withhold == Withhold.HUGE
+        layers = {
+            layer: _lower_bound(value) if huge else value
+            for layer, value in zip(self._layers, rest, strict=False)
+            if value != ABSENT
+        }
+        absent = self._norms is None or (self._ranks > 0 and not layers)
+        shared, beside = None, rest[len(self._layers) :]
+        if self._ranks:
+            told = SHARED_VALUES + self._ranks
+            shared, beside = _shared(beside[:told]), beside[told:]
         return RowValues(
             loss=loss,
-            grad_norm=None if self._norms is None else _lower_bound(norm) if huge else norm,
+            grad_norm=None if absent else _lower_bound(norm) if huge else norm,
             clip_coefficient=coefficient,
             amp_loss_scale=scale,
             withhold=Withhold(int(withhold)),
-            layer_grad_norms={
-                layer: _lower_bound(value) if huge else value for layer, value in zip(self._layers, rest, strict=False)
-            },
-            beside=tuple(rest[len(self._layers) :]),
+            layer_grad_norms=layers,
+            beside=tuple(beside),
+            shared=shared,
         )
+
+
+def _shared(values: list[float]) -> Shared:
+    talks, stop_asked, losses, tokens, samples, *flags = values
+    return Shared(
+        talks=talks > 0.0,
+        stop_asked=stop_asked > 0.0,
+        losses=round(losses),
+        tokens=round(tokens),
+        samples=round(samples),
+        loss_ranks=tuple(rank for rank, flag in enumerate(flags) if int(flag) & LOSS_FLAG),
+        gradient_ranks=tuple(rank for rank, flag in enumerate(flags) if int(flag) & GRADIENT_FLAG),
+    )
 
 
 def _lower_bound(norm: float) -> float:

@@ -54,6 +54,13 @@ class Unscaling:
             else:
                 self._ours.append((optimizer, scale))
 
+    def share(self, overflow: Tensor) -> None:
+        """Let the scaler know of an overflow on any rank (1.0, shape []): all must leave the step out, or none."""
+        for optimizer, _ in self._ours:
+            state = getattr(self._scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+            for found in state.get("found_inf_per_device", {}).values():
+                found.copy_(torch.maximum(found, overflow.to(found.device)))
+
     @torch.no_grad()
     def settle(self, has_stepped: Callable[[Optimizer], bool]) -> None:
         """At the boundary: give the gradients of an optimizer that has not stepped their scale back."""
