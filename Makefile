@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-ranks bench-rules bench-gpu \
-	gpu-check format venv tools tools-all clean
+	gpu-check dashboards format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -56,6 +56,9 @@ bench-gpu: venv ## what reading GPUs costs, on a fake driver with 8 of them; nee
 gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, the GPU page, what it costs
 	$(PYTHON) tests/gpu_check.py
 
+dashboards: venv ## write the JSON of the Grafana dashboards anew, from the code in grafana_dashboards/
+	$(BIN)/python -m grafana_dashboards build
+
 format: venv ## rewrite the code in the house style
 	$(BIN)/ruff check --fix-only --quiet
 	$(BIN)/ruff format
@@ -71,10 +74,10 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 tools: ## the oldest and the newest servers that are tested, as files in .tools; no root, nothing installed or started
-	@tests/fetch_tools.sh bookworm sid
+	@tests/fetch_tools.sh bookworm sid compose-trixie
 
 tools-all: ## every version of the servers that `make soak` tests, VictoriaMetrics too
-	@tests/fetch_tools.sh bookworm trixie sid victoria-trixie victoria-sid
+	@tests/fetch_tools.sh bookworm trixie sid victoria-trixie victoria-sid compose-trixie
 
 clean: ## remove what make and the tools have made
 	rm -rf $(VENV) .tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out

@@ -19,7 +19,7 @@ import msgspec
 
 from exporter.access import NOBODY_ASKED, Credentials, read_credentials, tls_context
 from exporter.config import Address, Config, Receiver, load, refuse_unsafe
-from exporter.files import write_files
+from exporter.files import packaged_files, write_files
 from exporter.gpu.endpoint import GpuEndpoint, is_wanted, wait_for_the_end
 
 logger = logging.getLogger("exporter")
@@ -30,7 +30,7 @@ _EXAMPLE = """example:
   python -m exporter files --out monitoring
 """
 _FILES_EXAMPLE = """example:
-  python -m exporter files --out monitoring    # writes monitoring/alert_rules/*
+  python -m exporter files --out monitoring    # writes monitoring/alert_rules/* and monitoring/grafana_dashboards/*
 """
 
 
@@ -70,13 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="files")
     files = commands.add_parser(
         "files",
-        help="write the rules and example configurations out of the installed package",
-        description="Write the rules and example configurations to DIR/alert_rules, all or none: nothing where a "
-        "file is there already and differs.",
+        help="write rules, dashboards and example configurations out of the installed package",
+        description="Write the rules and example configurations (for Kubernetes and Slurm too) to DIR/alert_rules, and "
+        "the dashboards to DIR/grafana_dashboards, all or none: nothing where a file is there already and differs.",
         epilog=_FILES_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    files.add_argument("--out", metavar="DIR", type=Path, required=True, help="where to make the folder alert_rules")
+    files.add_argument("--out", metavar="DIR", type=Path, required=True, help="where to make these folders")
     files.add_argument(
         "--runs", dest="job_runs", metavar="DIR", type=Path, default=Path("runs"),
         help="the folder of the runs, where prometheus.yml shall look for targets (default: runs)",
@@ -175,7 +175,7 @@ def _reason(error: OSError | UnicodeError) -> str:
 
 def _files(out: Path, runs: Path) -> int:
     try:
-        for path in write_files(out, runs=runs):
+        for path in write_files(out, packaged_files(runs=runs)):
             print(path)
     except (OSError, ModuleNotFoundError) as error:
         return _fail(1, error)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Fetches Prometheus and Alertmanager (or VictoriaMetrics) as Debian releases have them, and unpacks them into .tools/:
+# Fetches Prometheus and Alertmanager (or VictoriaMetrics, or what reads docker-compose.yml) as Debian releases have them,
+# and unpacks them into .tools/:
 #
-#     tests/fetch_tools.sh bookworm trixie sid victoria-sid
+#     tests/fetch_tools.sh bookworm trixie sid victoria-sid compose-trixie
 #
 # As an ordinary user, with package lists and downloads of its own: nothing is installed and nothing started. What is
 # there stays. What cannot be had leaves .tools/NAME.missing with the reason, and the tests on it are skipped with that.
@@ -13,6 +14,7 @@ apt=$tools/apt
 packages_of() {
     case $1 in
     victoria-*) echo victoria-metrics ;;
+    compose-*) echo docker-compose prometheus-node-exporter ;;
     bookworm | system) echo prometheus prometheus-alertmanager ;;
     *) echo prometheus promtool prometheus-alertmanager ;;  # From 2.53 on promtool is a package of its own.
     esac
@@ -43,16 +45,19 @@ update() {
 # Debian's builds look for pages and templates in /usr/share/prometheus. In these copies that becomes a path of the same
 # length from the folder in which the program runs, and demo and tests run it in its own.
 fetch() {
-    local name=$1 release=/${1#victoria-} new=$tools/new package program
+    local name=$1 release=/${1##*-} new=$tools/new package program
     rm -rf "$new" && mkdir -p "$new/debs" && cd "$new/debs"
     test "$name" = system && release=
     for package in $(packages_of "$name"); do apt_get -qq download "$package$release" || return; done
     for package in *.deb; do dpkg-deb -x "$package" "$new" || return; done
-    program=$new/usr/bin/vmalert
-    if test "$name" = "${name#victoria-}"; then
+    case $name in
+    victoria-*) program=$new/usr/bin/vmalert ;;
+    compose-*) program=$new/usr/bin/prometheus-node-exporter ;;
+    *)
         program=$new/usr/bin/prometheus
         LC_ALL=C sed -i 's#/usr\(/share/prometheus\)#./..\1#g' "$new"/usr/bin/prometheus* || return
-    fi
+        ;;
+    esac
     "$program" --version >"$new/version" || return  # It may want a newer libc than this system has.
     mkdir -p "$tools/$name" && mv "$new/usr" "$tools/$name/"
 }
@@ -63,7 +68,7 @@ get() {
     test ${#wanted[@]} -gt 0 || return 0
     mkdir -p "$tools"
     echo "fetching servers into .tools: ${wanted[*]}"
-    releases=$(printf '%s\n' "${wanted[@]#victoria-}" | sort -u)
+    releases=$(printf '%s\n' "${wanted[@]##*-}" | sort -u)
     (update $releases) 2>"$tools/update.log" || true
     for name in "${wanted[@]}"; do
         if (fetch "$name") 2>"$tools/fetch.log"; then

@@ -6,6 +6,7 @@ import pytest
 
 from trainer_plugin.__main__ import cli
 from trainer_plugin.demo.job import _schedule
+from trainer_plugin.demo.run import _config
 from trainer_plugin.run_folder import JobFolder
 
 
@@ -107,3 +108,24 @@ def test_the_schedule_warms_up_holds_and_decays():
 def test_the_default_folder_is_below_the_working_directory():
     """Without --out everything lands in demo-out, which git ignores."""
     assert "/demo-out/" in (Path(__file__).parents[1] / ".gitignore").read_text()
+
+
+def test_beside_running_servers_each_demo_is_a_run_of_its_own(tmp_path):
+    """With --prometheus the run is called like its folder and lies where those servers look; else all is in `out`."""
+    path = tmp_path / "guard.yaml"
+    path.write_text("{run: mine, runs: /shared/runs, metrics: {port: 9401}}")
+
+    outside, inside = (_config(path, tmp_path / "sustained-1", named=named) for named in (True, False))
+
+    assert (outside.run, outside.runs) == ("sustained-1", "/shared/runs")
+    assert (inside.run, inside.runs) == ("demo", str(tmp_path / "sustained-1" / "runs"))
+    assert outside.metrics.port == inside.metrics.port == 9401
+
+
+def test_a_demo_is_either_local_or_beside_servers(tmp_path, capsys):
+    """Both at once is bad usage."""
+    with pytest.raises(SystemExit) as ended:
+        cli(["demo", "--local-only", "--prometheus", "http://127.0.0.1:9090", "--out", str(tmp_path / "out")])
+
+    assert ended.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from receivers import running
 
 import alert_rules
 from exporter.__main__ import cli
-from exporter.files import write_files
+from exporter.files import packaged_files, write_files
 from exporter.runs import RunFolder
 
 REPOSITORY = Path(__file__).parents[1]
@@ -181,7 +181,7 @@ def test_files_are_copied_and_copied_again(tmp_path, source):
     out = tmp_path / "deep" / "out"
     expected = [out / "alert_rules" / name for name in ("a.md", "b.yml", "c.tmpl")]
     for _ in range(2):
-        assert write_files(out, source, runs=Path("runs")) == expected
+        assert write_files(out, packaged_files({"alert_rules": source}, runs=Path("runs"))) == expected
         assert sorted((out / "alert_rules").iterdir()) == expected
         assert [path.read_text() for path in expected] == ["a.md", "b.yml", "c.tmpl"]
 
@@ -190,7 +190,7 @@ def test_a_package_without_files_is_told(tmp_path):
     """An installation that lost its rules does not look like one that wrote them."""
     (tmp_path / "source").mkdir()
     with pytest.raises(FileNotFoundError, match="the installation is not complete"):
-        write_files(tmp_path, tmp_path / "source", runs=Path("runs"))
+        packaged_files({"alert_rules": tmp_path / "source"}, runs=Path("runs"))
 
 
 @pytest.mark.parametrize("in_the_way", ["file", "folder", "link"])
@@ -205,7 +205,7 @@ def test_a_file_that_differs_is_never_overwritten(tmp_path, source, in_the_way):
     else:
         path.symlink_to(tmp_path / "dangling")
     with pytest.raises(FileExistsError, match=r"b\.yml is there and differs"):
-        write_files(tmp_path, source, runs=Path("runs"))
+        write_files(tmp_path, packaged_files({"alert_rules": source}, runs=Path("runs")))
     assert os.listdir(path.parent) == ["b.yml"]  # noqa: PTH208 - names are compared
     assert not (tmp_path / "dangling").exists()
 
@@ -216,7 +216,13 @@ def test_files_writes_the_packaged_rules(tmp_path, capsys):
     names = sorted(path.name for path in packaged.iterdir() if path.suffix in {".yml", ".md", ".tmpl"})
     assert names
     assert cli("files", "--out", str(tmp_path)) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/alert_rules/{name}" for name in names]
+    listed = capsys.readouterr().out.splitlines()
+    assert {f"{tmp_path}/alert_rules/{name}" for name in names} <= set(listed)
+    assert {f"{tmp_path}/grafana_dashboards/json/training.json", f"{tmp_path}/alert_rules/slurm/train.sbatch"} <= {
+        *listed
+    }
+    assert sorted(str(path) for path in tmp_path.rglob("*") if path.is_file()) == sorted(listed)
+    assert not [path for path in listed if "/compose/" in path]
     assert (tmp_path / "alert_rules" / names[0]).read_bytes() == (packaged / names[0]).read_bytes()
     (tmp_path / "alert_rules" / names[0]).write_text("mine")
     assert cli("files", "--out", str(tmp_path)) == 1

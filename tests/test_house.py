@@ -16,7 +16,7 @@ from trainer_plugin.detection.readings import Readings
 from trainer_plugin.metrics import _READING_GAUGES, _READING_HISTOGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("exporter", "trainer_plugin", "alert_rules")
+PACKAGES = ("exporter", "trainer_plugin", "alert_rules", "grafana_dashboards")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MAX_LINES = 300
 
@@ -110,6 +110,15 @@ def page_calls():
 def test_exporter_imports_neither_torch_nor_the_plugin(path):
     """What speaks to Prometheus runs on hosts without torch, and knows nothing of the job's insides."""
     assert not packages(path) & {"torch", "trainer_plugin"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "grafana_dashboards")], ids=name_of)
+def test_dashboards_import_nothing_of_ours(path):
+    """Dashboards know series by their names; what draws them needs no SDK, and what builds them no drawing."""
+    used = packages(path)
+    assert not used & {"torch", "trainer_plugin", "exporter"}
+    assert "grafana_foundation_sdk" not in used or path.parent.name != "preview"
+    assert "matplotlib" not in used or path.parent.name == "preview"
 
 
 def test_rules_import_nothing():

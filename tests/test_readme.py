@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tools import find_tool
 
-from exporter.files import write_files
+from exporter.files import packaged_files, write_files
 from trainer_plugin.__main__ import cli
 from trainer_plugin.config import Config, read_config
 
@@ -33,9 +33,7 @@ def test_every_block_has_a_known_language():
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "block", (block for block in blocks("python") if "torchrun" not in block), ids=itertools.count()
-)
+@pytest.mark.parametrize("block", [one for one in blocks("python") if "torchrun" not in one], ids=itertools.count())
 def test_the_python_blocks_run(block, tmp_path):
     """The loops in the README train in fresh processes, with an empty guard.yaml; ours warn of nothing."""
     (tmp_path / "guard.yaml").write_text("metrics: {port: 0}\n")
@@ -100,7 +98,7 @@ def test_the_yaml_block_is_a_config_and_states_the_defaults():
 def test_prometheus_takes_the_example_for_other_trainers(tmp_path):
     """The rules lie where the README says, and Prometheus accepts what it shows."""
     _, config = blocks("yaml")
-    write_files(tmp_path / "monitoring", runs=tmp_path)
+    write_files(tmp_path / "monitoring", packaged_files(runs=tmp_path))
     (tmp_path / "prometheus.yml").write_text(config)
 
     subprocess.run([find_tool("promtool"), "check", "config", tmp_path / "prometheus.yml"], check=True)
@@ -121,6 +119,8 @@ def test_the_commands_exist(tmp_path, monkeypatch):
             logs = [str(path) for word in words[4:] if word.endswith(".csv") for path in ROOT.glob(word)]
             assert logs
             assert cli(["backtest", *logs, *(word for word in words[4:] if not word.endswith(".csv"))]) == 0
+        elif words[0] == "docker":
+            assert (ROOT / "docker-compose.yml").exists()
         elif words[0].startswith("prometheus"):
             (option,) = [word for word in words if word.startswith("--config.file=")]
             assert (ROOT / "alert_rules" / Path(option).name).exists()
@@ -143,7 +143,7 @@ def test_the_file_map_names_every_module():
 
     there = {
         path.relative_to(ROOT).as_posix()
-        for package in ("exporter", "trainer_plugin")
+        for package in ("exporter", "trainer_plugin", "grafana_dashboards")
         for path in (ROOT / package).rglob("*.py")
         if not path.name.startswith("__") and path.parent.name not in {"backtest", "demo", "gpu", "report"}
     }

@@ -93,6 +93,7 @@ def _demo(options: argparse.Namespace) -> int:
             local_only=options.local_only,
             json_path=options.json,
             config_path=options.config,
+            prometheus=options.prometheus,
         )
     except RunInUseError as error:
         raise ValueError(str(error)) from error
@@ -181,7 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, metavar="N", help="training steps (default: the scenario's own)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="a new folder for everything (default: demo-out/...)")
-    demo.add_argument("--local-only", action="store_true", help="without Prometheus: the job's own policy acts")
+    whose = demo.add_mutually_exclusive_group()
+    whose.add_argument("--local-only", action="store_true", help="without Prometheus: the job's own policy acts")
+    whose.add_argument(
+        "--prometheus", metavar="URL", help="start no servers: those around this one watch the `runs` of --config"
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     demo.add_argument("--config", type=Path, metavar="FILE", help="a guard.yaml over the demo's own options")
     return parser

@@ -14,7 +14,7 @@ from trainer_plugin.config import Config, read_config
 from trainer_plugin.demo.job import train_guarded, train_twin
 from trainer_plugin.demo.result import Result, read_incidents, versions, write_json
 from trainer_plugin.demo.scenarios import SCENARIOS, Scenario
-from trainer_plugin.demo.servers import Stack, find_servers
+from trainer_plugin.demo.servers import Servers, Stack, Watcher, find_servers
 from trainer_plugin.demo.text import Corpus
 from trainer_plugin.demo.timeline import Timeline
 from trainer_plugin.guard import Guard
@@ -33,8 +33,12 @@ def run_demo(
     local_only: bool,
     json_path: Path | None,
     config_path: Path | None,
+    prometheus: str | None = None,
 ) -> int:
     """Run one scenario; 0 when it went as it must, 1 when it did not.
+
+    With the address of a `prometheus`, no servers are started: those that are there act. The run then is a new one in
+    the `runs` of the config, which they watch.
 
     Raises:
         ValueError: an argument or the config cannot be used; nothing has been made.
@@ -48,18 +52,18 @@ def run_demo(
     if seed < 0:
         raise ValueError(f"--seed must be 0 or more, found {seed}")
     out = out or Path("demo-out") / f"{scenario.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = _config(config_path, out.absolute())
+    config = _config(config_path, out.absolute(), named=prometheus is not None)
     _make_folder(out)
     if json_path is not None:
         json_path.touch()  # Found out now, not after minutes of training.
     (out / "guard.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
-    servers = None if local_only else find_servers()
-    if servers is None and not local_only:
+    servers = None if local_only or prometheus is not None else find_servers()
+    if servers is None and not local_only and prometheus is None:
         print("no prometheus and prometheus-alertmanager here (`make tools` fetches them): going on as --local-only")
     print(f"{scenario.name}: {scenario.story}")
     corpus = Corpus.load()
-    result = _train(scenario, corpus, config, steps=steps, seed=seed, out=out, with_servers=servers is not None)
+    result = _train(scenario, corpus, config, steps=steps, seed=seed, out=out, servers=servers, prometheus=prometheus)
     text = result.to_text(out)
     print(f"\n{text}")
     (out / "report.txt").write_text(text + "\n")
@@ -79,15 +83,23 @@ def _write_report(run_folder: Path, path: Path) -> None:
 
 
 def _train(
-    scenario: Scenario, corpus: Corpus, config: Config, *, steps: int, seed: int, out: Path, with_servers: bool
+    scenario: Scenario,
+    corpus: Corpus,
+    config: Config,
+    *,
+    steps: int,
+    seed: int,
+    out: Path,
+    servers: Servers | None,
+    prometheus: str | None,
 ) -> Result:
     began = time.monotonic()
     run_folder = Path(config.runs) / config.run
     faults = scenario.inject()
     with ExitStack() as ends:
-        stack = None
-        if with_servers:
-            stack = ends.enter_context(Stack(out / "servers", Path(config.runs), files("alert_rules")))
+        stack: Stack | Watcher | None = None if prometheus is None else Watcher(prometheus)
+        if servers is not None:
+            stack = ends.enter_context(Stack(out / "servers", Path(config.runs), files("alert_rules"), servers=servers))
         timeline = Timeline(run_folder, stack, began=began)
         ends.callback(timeline.stop)
         if stack is not None:
@@ -122,7 +134,7 @@ def _train(
         seed=seed,
         steps=steps,
         mode="prometheus" if stack is not None else "local",
-        versions=versions(find_servers() if stack is not None else None),
+        versions=versions(servers),
         faults=faults,
         incidents=read_incidents(run_folder),
         trail=timeline.trail,
@@ -132,8 +144,11 @@ def _train(
     )
 
 
-def _config(path: Path | None, out: Path) -> Config:
-    """The demo's options, with those of a guard.yaml over them; folders are always in `out`."""
+def _config(path: Path | None, out: Path, *, named: bool) -> Config:
+    """The demo's options, with those of a guard.yaml over them; folders are always in `out`.
+
+    `named`: the run is called like `out`, in the `runs` of that guard.yaml if it has any.
+    """
     checkpoints = {"every": 100, "keep_local": 20, "keep_shared": 20}
     options: dict[str, Any] = {"metrics": {"port": 0}, "checkpoints": checkpoints}
     if path is not None:
@@ -141,7 +156,8 @@ def _config(path: Path | None, out: Path) -> Config:
         theirs = yaml.safe_load(path.read_text()) or {}
         for key, value in theirs.items():
             options[key] = {**options.get(key, {}), **value} if isinstance(value, dict) else value
-    options |= {"run": RUN, "runs": str(out / "runs")}
+    runs = options.get("runs") if named else None
+    options |= {"run": out.name if named else RUN, "runs": runs or str(out / "runs")}
     options["checkpoints"] = options["checkpoints"] | {
         "local": str(out / "checkpoints" / "local"),
         "shared": str(out / "checkpoints" / "shared"),

@@ -47,6 +47,36 @@ def find_servers() -> Servers | None:
     return Servers(prometheus=str(Path(prometheus).absolute()), alertmanager=str(Path(alertmanager).absolute()))
 
 
+class Watcher:
+    """A Prometheus by its address, and what fires in it."""
+
+    def __init__(self, url: str) -> None:
+        self.urls: dict[Name, str] = {"prometheus": url.rstrip("/")}
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """The alerts that are pending or firing in Prometheus, as its API tells them."""
+        found: list[dict[str, Any]] = self._get("/api/v1/alerts")["alerts"]
+        return found
+
+    def query(self, promql: str) -> list[dict[str, Any]]:
+        """The result of an instant query: series with `metric` and `value`.
+
+        Raises:
+            ValueError: Prometheus refuses the query; the message is its own.
+        """
+        found: list[dict[str, Any]] = self._get(f"/api/v1/query?{urllib.parse.urlencode({'query': promql})}")["result"]
+        return found
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            with local_opener.open(self.urls["prometheus"] + path, timeout=10) as answer:
+                data: dict[str, Any] = json.load(answer)["data"]
+                return data
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ValueError(error.read().decode(errors="replace")) from None
+
+
 class Stack:
     """The receiver, Alertmanager and Prometheus, running the configuration that is shipped.
 
@@ -115,27 +145,12 @@ class Stack:
         self._launch(name, self._processes[name].address)
 
     def alerts(self) -> list[dict[str, Any]]:
-        """The alerts that are pending or firing in Prometheus, as its API tells them."""
-        found: list[dict[str, Any]] = self._get("/api/v1/alerts")["alerts"]
-        return found
+        """The alerts that are pending or firing in Prometheus; see `Watcher`."""
+        return Watcher(self.urls["prometheus"]).alerts()
 
     def query(self, promql: str) -> list[dict[str, Any]]:
-        """The result of an instant query: series with `metric` and `value`.
-
-        Raises:
-            ValueError: Prometheus refuses the query; the message is its own.
-        """
-        found: list[dict[str, Any]] = self._get(f"/api/v1/query?{urllib.parse.urlencode({'query': promql})}")["result"]
-        return found
-
-    def _get(self, path: str) -> dict[str, Any]:
-        try:
-            with local_opener.open(self.urls["prometheus"] + path, timeout=10) as answer:
-                data: dict[str, Any] = json.load(answer)["data"]
-                return data
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ValueError(error.read().decode(errors="replace")) from None
+        """The result of an instant query; see `Watcher`."""
+        return Watcher(self.urls["prometheus"]).query(promql)
 
     def _start(self) -> None:
         addresses = dict(zip(_USUAL_PORTS.values(), free_addresses(len(_USUAL_PORTS)), strict=True))

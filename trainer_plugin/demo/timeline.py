@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.commands import Inbox
-from trainer_plugin.demo.servers import Stack
+from trainer_plugin.demo.servers import Stack, Watcher
 
 _POLL_SECONDS = 0.2
 _PROGRESS_STEPS = 100
@@ -17,7 +17,7 @@ _HEARTBEAT = "TrainWatchdog"
 class Timeline:
     """Prints lines from its own thread between `start` and `stop`; keeps the alerts it saw and the run's trail."""
 
-    def __init__(self, run_folder: Path, stack: Stack | None, *, began: float) -> None:
+    def __init__(self, run_folder: Path, stack: Stack | Watcher | None, *, began: float) -> None:
         self._trail_path = run_folder / "incidents.jsonl"
         self._inbox = Inbox(run_folder)
         self._stack = stack
@@ -68,7 +68,7 @@ class Timeline:
         self._look_at_inbox()
         self._look_at_trail()
 
-    def _look_at_alerts(self, stack: Stack) -> None:
+    def _look_at_alerts(self, stack: Stack | Watcher) -> None:
         try:
             firing = {
                 alert["labels"]["alertname"]: alert["labels"] for alert in stack.alerts() if alert["state"] == "firing"

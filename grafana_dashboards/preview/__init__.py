@@ -1,0 +1,1 @@
+"""Dashboards drawn without Grafana, from their JSON and a live Prometheus."""
