@@ -8,6 +8,7 @@ link, and the name of a command's file is its identity: the same command put twi
 import contextlib
 import errno
 import hashlib
+import heapq
 import itertools
 import os
 import stat
@@ -23,8 +24,9 @@ Source = Literal["alert", "local", "operator"]
 
 SCHEMA = 1
 MAX_COMMAND_BYTES = 16_384
-# Of a flooded inbox, so many files are looked at when only their number is wanted.
+# Of a flooded inbox, so many files are looked at when only their number is wanted, and so many are read at a time.
 _MOST_COUNTED = 1000
+_MOST_READ = 1000
 # What opening a file says that will never be a command of ours: a link, a socket, somebody else's. Any other error may
 # pass (a busy file system, too many open files) and must not cost a command.
 _HOPELESS = (None, errno.ELOOP, errno.ENXIO, errno.EACCES)
@@ -117,14 +119,17 @@ class Inbox:
         _sync_folder(self.new)
 
     def waiting(self) -> list[Command]:
-        """The commands not yet decided, oldest first. A damaged or hostile file is set aside as `*.bad`."""
+        """The commands not yet decided, oldest first. A damaged or hostile file is set aside as `*.bad`.
+
+        Of a flood, those that came first: once they are decided, or set aside, the next ones are read.
+        """
         self._refuse_links()
-        commands = []
+        names = []
         for path in self.new.glob("*.json"):
-            command = self._read(path)
-            if command is not None:
-                commands.append(command)
-        return sorted(commands, key=lambda command: (command.received, command.id))
+            with contextlib.suppress(FileNotFoundError):  # Taken meanwhile.
+                names.append((path.lstat().st_mtime_ns, path))
+        found = [self._read(path) for _, path in heapq.nsmallest(_MOST_READ, names)]
+        return sorted([one for one in found if one is not None], key=lambda command: (command.received, command.id))
 
     def waits(self, now: float) -> list[float]:
         """How long each command not yet decided has waited, in seconds, by its file's time; none of them is read."""

@@ -161,6 +161,11 @@ def without_guard(snapshot):
     del snapshot.plain["guard"]
 
 
+def without_total(snapshot):
+    """A state whose guard's part is not whole."""
+    del snapshot.plain["guard"]["steps_total"]
+
+
 def both(tmp_path, step, change):
     """Change a checkpoint in both tiers, hashes and all."""
     for tier in TIERS:
@@ -208,6 +213,17 @@ def test_a_rollback_passes_over_a_state_without_the_guards_part(make_guard, tmp_
     job.step()
     assert (job.guard.step, job.data.position) == (10, 10)
     assert job.guard._parts.checkpoints.lineage.began_at == [0, 0, 10]
+
+
+@pytest.mark.parametrize("change", [without_guard, without_total])
+def test_a_start_passes_over_a_state_whose_guards_part_is_not_whole(make_guard, tmp_path, change):
+    """The checkpoint before it is gone on from, and the log says why."""
+    job = make_guard()
+    job.run(20)
+    job.guard.close()
+    both(tmp_path, 20, change)
+    again = make_guard(adamw_job(seed=4))
+    assert (again.guard.step, again.data.position) == (10, 10)
 
 
 def test_a_start_never_begins_anew_beside_checkpoints_that_cannot_be_loaded(make_guard, tmp_path):

@@ -104,6 +104,22 @@ def test_waiting_and_records_are_in_order_of_time(inbox):
     assert [record.command.id for record in inbox.records()] == ["b", "a", "c"]
 
 
+def test_of_a_flood_the_oldest_are_read_and_then_the_next(inbox):
+    """However many commands wait, a look at them costs so many reads at most, and none is lost."""
+    commands = [msgspec.structs.replace(COMMAND, id=f"c{number}", received=float(number)) for number in range(2500)]
+    for number, command in enumerate(commands):
+        path = inbox.new / f"{command.id}.json"
+        path.write_bytes(msgspec.json.encode(command))
+        os.utime(path, ns=(number, number))
+    seen = []
+    while waiting := inbox.waiting():
+        assert len(waiting) <= 1000
+        for command in waiting:
+            seen.append(command.id)
+            (inbox.new / f"{command.id}.json").unlink()
+    assert seen == [command.id for command in commands]
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a.b", "ü", "a\0", "a" * 65, "a\n", "٣"])
 def test_an_id_that_is_no_plain_name_is_refused(inbox, name):
     """An id never leads out of the folder."""

@@ -100,6 +100,7 @@ class History:
                 continue
             try:
                 loaded = self._checkpoints.load(target)
+                _must_be_complete(loaded)
                 self._state.restore(loaded.snapshot, unproven=not proven)
             except OSError as error:
                 _log.warning("%s", error)
@@ -147,6 +148,13 @@ class History:
     def rewinding(self) -> dict[str, Any]:
         """The guard's own part of the state that rewinds."""
         return {"step": self.step, "steps_total": self.steps_total, "monitor": self._monitor.state_dict()}
+
+
+def _must_be_complete(loaded: Loaded) -> None:
+    """A state that the guard's own part is missing from is no checkpoint of this run to go on from."""
+    lacks = [key for key in ("step", "steps_total", "monitor") if key not in loaded.snapshot.plain.get("guard", {})]
+    if lacks:
+        raise OSError(f"checkpoint of step {loaded.manifest.step}: its part `guard` lacks {', '.join(lacks)}")
 
 
 def lasting_copy(checkpoints: Checkpoints) -> dict[str, Any] | None:
