@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-ranks bench-rules bench-gpu \
-	gpu-check dashboards format venv tools tools-all clean
+	gpu-check dashboards reference format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -55,6 +55,9 @@ bench-gpu: venv ## what reading GPUs costs, on a fake driver with 8 of them; nee
 # Its own spelling of torch: whatever build for GPUs is installed there. PYTHON names the interpreter.
 gpu-check: ## on a machine with a GPU and torch for it: no sync, true norms, the shield, the GPU page, what it costs
 	$(PYTHON) tests/gpu_check.py
+
+reference: venv ## write alert_rules/reference.md anew, from the catalog and the rules
+	$(BIN)/python -m exporter.reference > alert_rules/reference.md
 
 dashboards: venv ## write the JSON of the Grafana dashboards anew, from the code in grafana_dashboards/
 	$(BIN)/python -m grafana_dashboards build
