@@ -20,7 +20,7 @@ demo: venv ## break a training run on purpose and watch it heal; options in DEMO
 	$(BIN)/python -m trainer_plugin demo $(DEMO_ARGS)
 
 test: venv tools check ## everything: style, types, unit tests, and the loop on real servers
-	$(BIN)/python -m pytest -q -rs -m "not live"
+	$(BIN)/python -m pytest -q -rs -m "not live" -n auto --maxprocesses 4
 	$(BIN)/python -m pytest -q -rs -m live
 
 soak: venv tools-all ## long and large runs of what the tests run small, all versions of the servers; half an hour and more
