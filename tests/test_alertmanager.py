@@ -265,7 +265,7 @@ def a_page(runs):
 
 def start_prometheus(folder, runs, alertmanager, *, rules=RULES, labels=None):
     """A Prometheus on the shipped configuration, at intervals of a second."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (address,) = free_addresses(1)
     shipped = yaml.safe_load((RULES / "prometheus.yml").read_text())
     config = prometheus_config(shipped, rules, runs, "1s", "1s")
