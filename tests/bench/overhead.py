@@ -100,10 +100,14 @@ class Loop:
     """A guarded and a plain loop on the same batch; 10 million parameters."""
 
     def __init__(self, folder: Path, batch_size: int, device: str = "cpu") -> None:
-        self.models = [model_of(10, device) for _ in range(2)]
+        self.models = [self.make_model(device) for _ in range(2)]
         self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=device != "cpu") for m in self.models]
         self.tokens = torch.randint(256, (batch_size, CONTEXT + 1), device=device)
         self.guard = guard_on(self.models[0], self.optimizers[0], folder)
+
+    def make_model(self, device: str) -> nn.Module:
+        """One of the two."""
+        return model_of(10, device)
 
     def ours(self) -> None:
         """One step with everything on."""

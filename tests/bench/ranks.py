@@ -15,45 +15,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from overhead import CONTEXT, guard_on, model_of, seconds, told
+from overhead import CONTEXT, Loop, seconds, told
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from trainer_plugin.demo.gpt import loss
 
+class ShardedLoop(Loop):
+    """As of one process, with each block sharded."""
 
-class Loop:
-    """A guarded and a plain loop on the same batch; 10 million parameters, each block sharded."""
-
-    def __init__(self, folder: Path, batch_size: int) -> None:
-        self.models = [self._sharded() for _ in range(2)]
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in self.models]
-        self.tokens = torch.randint(256, (batch_size, CONTEXT + 1))
-        self.guard = guard_on(self.models[0], self.optimizers[0], folder)
-
-    @staticmethod
-    def _sharded() -> nn.Module:
-        model = model_of(10)
+    def make_model(self, device: str) -> nn.Module:
+        """One of the two."""
+        model = super().make_model(device)
         for block in model.blocks:
             fully_shard(block)
         return fully_shard(model)
-
-    def ours(self) -> None:
-        """One step with everything on but checkpoints."""
-        step_loss = loss(self.models[0], self.tokens)
-        step_loss.backward()
-        self.guard.before_optimizer(step_loss)
-        self.optimizers[0].step()
-        self.optimizers[0].zero_grad()
-        self.guard.end_step()
-
-    def theirs(self) -> None:
-        """One step with torch's clip."""
-        step_loss = loss(self.models[1], self.tokens)
-        step_loss.backward()
-        nn.utils.clip_grad_norm_(self.models[1].parameters(), 1.0)
-        self.optimizers[1].step()
-        self.optimizers[1].zero_grad()
 
 
 def work(rank: int, ranks: int, pairs: int, batch_size: int, folder: Path) -> None:
@@ -61,7 +36,7 @@ def work(rank: int, ranks: int, pairs: int, batch_size: int, folder: Path) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     random.seed(0)
-    loop, times = Loop(folder, batch_size), []
+    loop, times = ShardedLoop(folder, batch_size), []
     for _ in range(pairs + 1):
         taken = {}
         for step in random.sample([loop.ours, loop.theirs], 2):

@@ -100,13 +100,7 @@ class LayerSignals:
         for number, layer in enumerate(layers):
             weight, update, *rest = values[number * cls._COLUMNS : (number + 1) * cls._COLUMNS]
             first, second, activation = (None if value == -1.0 else value for value in rest)
-            readings[layer] = LayerReading(
-                weight_norm=weight,
-                update_ratio=update / weight if weight != 0.0 else None,
-                first_moment_norm=first,
-                second_moment_norm=second,
-                activation_max=activation,
-            )
+            readings[layer] = reading_of(weight, update, first, second, activation)
         return readings
 
     def forget(self) -> None:
@@ -150,6 +144,19 @@ class LayerSignals:
                 self._largest[layer] = largest if before is None else torch.maximum(before, largest)
 
         return listen
+
+
+def reading_of(
+    weight: float, update: float, first: float | None, second: float | None, activation: float | None
+) -> LayerReading:
+    """What the norms of a layer's weights and of their last update, and what else is known of it, come to."""
+    return LayerReading(
+        weight_norm=weight,
+        update_ratio=update / weight if weight != 0.0 else None,
+        first_moment_norm=first,
+        second_moment_norm=second,
+        activation_max=activation,
+    )
 
 
 def wide(tensor: Tensor) -> Tensor:

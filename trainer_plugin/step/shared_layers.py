@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from trainer_plugin.ranks import Ranks, local
 from trainer_plugin.signals import LayerReading
-from trainer_plugin.step.layer_signals import FIRST_MOMENTS, SECOND_MOMENTS, LayerSignals, wide
+from trainer_plugin.step.layer_signals import FIRST_MOMENTS, SECOND_MOMENTS, LayerSignals, reading_of, wide
 from trainer_plugin.step.norms import tensor_norms
 
 
@@ -68,13 +68,7 @@ class SharedLayerSignals(LayerSignals):
             weight, update, first, second, activation = (value if count else None for value, count in there)
             if weight is None or update is None:
                 continue
-            readings[layer] = LayerReading(
-                weight_norm=weight,
-                update_ratio=update / weight if weight != 0.0 else None,
-                first_moment_norm=first,
-                second_moment_norm=second,
-                activation_max=activation,
-            )
+            readings[layer] = reading_of(weight, update, first, second, activation)
         return readings
 
     def _part(self, layer: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
