@@ -127,19 +127,24 @@ def test_m02_the_end_of_one_alert_is_told_and_the_others_go_on(alertmanager, sin
 
 
 def test_m07_one_runs_death_mutes_its_own_spike_and_no_other(alertmanager, sink):
-    """With the page of run a gone, its spike is muted, not that of run b; its call for a rollback reaches the job."""
+    """With a page of run a gone, its spike is muted, not that of run b; its call for a rollback reaches the job.
+
+    That it stands still is told: the page that is gone may be that of another rank.
+    """
     alertmanager.fire("TrainMetricsDown", run="m07-a")
     until(lambda: sink.pages("m07-a"))
     for run in ("m07-a", "m07-b"):
         alertmanager.fire("TrainLossSpike", "TrainStalled", run=run)
     alertmanager.fire("TrainNonFinite", run="m07-a", where="loss")
     alertmanager.fire("TrainLossNotRecovering", run="m07-a")
-    until(lambda: len(sink.chats("m07-b")) == 2 and sink.chats("m07-a"))
+    until(lambda: len(sink.chats("m07-b")) == 2 and len(sink.chats("m07-a")) == 2)
     until(lambda: sink.commands("m07-a"))
-    assert sink.chats("m07-a") == ["[FIRING 1] run m07-a: TrainNonFinite"]
+    assert sorted(sink.chats("m07-a")) == [
+        f"[FIRING 1] run m07-a: {name}" for name in ("TrainNonFinite", "TrainStalled")
+    ]
     assert alertmanager.muted(run="m07-a") == {
         "TrainMetricsDown": False, "TrainLossNotRecovering": False, "TrainNonFinite": False,
-        "TrainLossSpike": True, "TrainStalled": True,
+        "TrainLossSpike": True, "TrainStalled": False,
     }  # fmt: skip
     assert not any(alertmanager.muted(run="m07-b").values())
 
@@ -156,9 +161,7 @@ def test_no_alert_ever_mutes_a_command(alertmanager, sink):
     until(lambda: {name for name, _ in sink.commands(run)} >= commands)
     muted = alertmanager.muted(run=run)
     first_signs = {"TrainLossSpike", "TrainGradNormSurge", "TrainLayerNormOutlier"}
-    assert {name for name, is_muted in muted.items() if is_muted} == {
-        *first_signs, "TrainStalled", "TrainControlLoopDown",
-    }  # fmt: skip
+    assert {name for name, is_muted in muted.items() if is_muted} == {*first_signs, "TrainControlLoopDown"}
     assert alertmanager.muted(integration="webhook") == {"TrainNotificationsFailing": True}
     assert alertmanager.muted(integration="slack") == {"TrainNotificationsFailing": False}
     alertmanager.fire(*stack, job="some", status="resolved")
