@@ -16,6 +16,7 @@ from simulated_run import INFO, Series, SimulatedRun
 from trainer_plugin.config import MetricsConfig
 from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.metrics import Standing
+from trainer_plugin.placement import Placement
 from trainer_plugin.run_folder import RunState
 from trainer_plugin.signals import LayerReading
 
@@ -65,8 +66,9 @@ class TroubledRun(SimulatedRun):
         config = replace(self.config, metrics=MetricsConfig(port=port))
         moments = dict.fromkeys(LAYERS, ("first", "second"))
         self.endpoint = Endpoint(
-            config, layers=LAYERS, moments=moments, scaled=True, steps_total=self.steps_total, info=INFO
-        )
+            config, layers=LAYERS, moments=moments, scaled=True, steps_total=self.steps_total, info=INFO,
+            placement=Placement(gpu_uuid="", hostname="node-1"),
+        )  # fmt: skip
 
     def _stand(self) -> None:
         newest = self.step // 100 * 100
