@@ -9,8 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial bench-checkpoints bench-ranks bench-rules bench-gpu \
-	gpu-check dashboards reference format venv tools tools-all clean
+.PHONY: help demo test soak check bench bench-detect bench-partial bench-replay bench-checkpoints bench-ranks bench-rules \
+	bench-gpu gpu-check dashboards reference format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -39,6 +39,9 @@ bench-detect: venv ## how well the detectors detect, beside the peers' rules; DE
 
 bench-partial: venv ## whether a partial rollback heals: a small GPT damaged in one block or in all
 	$(BIN)/python tests/bench/partial.py
+
+bench-replay: venv ## whether replay finds the broken sample or layer; REPLAY_ARGS="--seeds 2 --verbose"
+	$(BIN)/python tests/bench/replay.py $(REPLAY_ARGS)
 
 bench-checkpoints: venv ## what a checkpoint and the way back cost; for a quiet machine and a disk like the real one
 	$(BIN)/python tests/bench/checkpoints.py

@@ -76,6 +76,20 @@ def test_a18_the_step_can_be_run_again_from_its_scene_alone(make_guard):
         assert loss == pytest.approx(told.steps[-1]["loss"], rel=1e-6)
 
 
+def test_a_step_that_was_applied_can_be_run_again_too(make_guard):
+    """The scene has the weights and buffers with which its step began, and the ids of its samples (case A18)."""
+    job = make_guard(adamw_job(seed=3, dropout=0.5))
+    job.run(29)
+    begun = job.weights()
+    job.step(lambda model: model[3].weight.grad.mul_(1e6))
+    (folder,) = scenes(job)
+    told = scene.read(folder)
+    tensors = read_tensors(folder)
+    assert (told.step, told.weights_step, told.steps[-1]["withheld"]) == (30, 29, None)
+    assert equal([tensors[f"model/{name}"] for name, _ in job.model.named_parameters()], begun)
+    assert not equal(job.weights(), begun)
+
+
 def test_a_scene_is_taken_before_the_run_goes_back_and_is_no_target(make_guard):
     """NaN weights are stored as they were, in an incident that rolls back at once; no rollback ever takes them."""
     job = make_guard()

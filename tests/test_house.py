@@ -41,9 +41,10 @@ ORDER = (
     "checkpoints.joint_plan", "checkpoints.joint_tier", "checkpoints.writer", "checkpoints.set_aside",
     "checkpoints.store",
     # What sees both rows.
-    "stop_signals", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions", "config", "metrics",
-    "endpoint", "step.reader", "step.shared_reader", "step.instruments", "run_folder", "control_loop", "pull",
-    "journal", "keeper", "errors", "parts", "omissions", "boundary", "guard", "__init__", "framework", "hf",
+    "stop_signals", "scenes.weights", "scenes.recorder", "history", "scenes.store", "scenes.step_log", "actions",
+    "config", "metrics", "endpoint", "step.reader", "step.shared_reader", "step.instruments", "run_folder",
+    "control_loop", "pull", "journal", "keeper", "errors", "parts", "omissions", "boundary", "guard", "__init__",
+    "framework", "hf",
     "lightning",
 )  # fmt: skip
 NO_TORCH = ORDER[: ORDER.index("ranks")]
@@ -87,7 +88,7 @@ def module_of(path):
 def ours(path):
     """The modules of `trainer_plugin` that a file imports."""
     found = {name.removeprefix("trainer_plugin.") for name in imports(path) if name.startswith("trainer_plugin.")}
-    return {name for name in found if path_of(name).exists() or name in {"backtest", "demo", "report"}}
+    return {name for name in found if path_of(name).exists() or name in {"backtest", "demo", "replay", "report"}}
 
 
 def page_calls():
@@ -127,9 +128,9 @@ def test_rules_import_nothing():
 
 
 def test_every_module_has_its_place_in_the_order():
-    """The order names every module of the trainer's side, but for the command line, the backtest and the demo above."""
+    """The order names every module of the trainer's side, but for what stands above: commands, demo, replay, report."""
     modules = {module_of(path) for path in (ROOT / "trainer_plugin").rglob("*.py")}
-    commands = {name for name in modules if name.split(".")[0] in {"__main__", "backtest", "demo", "report"}}
+    commands = {name for name in modules if name.split(".")[0] in {"__main__", "backtest", "demo", "replay", "report"}}
     packages_themselves = {name for name in modules if name.endswith(".__init__")}
     assert modules - commands - packages_themselves == set(ORDER)
 

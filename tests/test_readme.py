@@ -51,6 +51,25 @@ def test_the_python_blocks_run(block, tmp_path):
     assert state["steps_total"] >= 5
 
 
+@pytest.mark.timeout(60)
+def test_the_scene_of_the_readmes_job_is_replayed(tmp_path):
+    """With one sample NaN the job of that block leaves a scene, and replay names the sample by its id."""
+    (block,) = [block for block in blocks("python") if block.startswith("# train.py") and "def build" in block]
+    spoilt = block.replace("    samples =", '    inputs[13, 2] = float("nan")\n    samples =')
+    (tmp_path / "train.py").write_text(spoilt)
+    (tmp_path / "guard.yaml").write_text("metrics: {port: 0}\n")
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True)
+    scene = next((tmp_path / "runs" / "gpt-0" / "scenes").iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugin", "replay", scene],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert re.match(r"sample \d of 4 \(id 13\): its loss is not finite\n", done.stdout)
+
+
 @pytest.mark.live
 @pytest.mark.timeout(200)
 def test_the_block_of_several_ranks_runs_under_torchrun(tmp_path):
@@ -145,6 +164,6 @@ def test_the_file_map_names_every_module():
         path.relative_to(ROOT).as_posix()
         for package in ("exporter", "trainer_plugin", "grafana_dashboards")
         for path in (ROOT / package).rglob("*.py")
-        if not path.name.startswith("__") and path.parent.name not in {"backtest", "demo", "gpu", "report"}
+        if not path.name.startswith("__") and path.parent.name not in {"backtest", "demo", "gpu", "replay", "report"}
     }
     assert named == there

@@ -1,4 +1,4 @@
-"""The flight recorder: the last steps' signals, and what the last two steps began with."""
+"""The flight recorder: the last steps' signals, and what the last three steps began with."""
 
 import random
 
@@ -50,7 +50,7 @@ def test_a_step_begins_with_its_batches_and_the_random_state_after_each_was_draw
     assert again == drawn
 
 
-def test_only_the_last_two_steps_are_known():
+def test_only_the_last_three_steps_are_known():
     """An older step's beginning is empty; a step that was run again is the newer one."""
     recorder = Recorder(starts=True)
     for step, position in ((1, 10), (2, 11), (1, 12)):
@@ -59,8 +59,9 @@ def test_only_the_last_two_steps_are_known():
         recorder.begin_step()
     assert recorder.start_of(1).positions == [12]
     assert recorder.start_of(2).positions == [11]
-    recorder.end_step(3)
-    recorder.begin_step()
+    for step in (3, 4):
+        recorder.end_step(step)
+        recorder.begin_step()
     assert recorder.start_of(2).positions == []
 
 

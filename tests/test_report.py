@@ -126,6 +126,7 @@ def test_a_page_of_a_real_run_is_whole_and_needs_nothing_from_elsewhere(make_gua
     assert [address for address in page.addresses if not address.startswith(("#", "data:image/png"))] == []
     assert {"Incident 1: numerical", "Checkpoints"} <= set(page.texts)
     assert any("rollback" in text for text in page.texts)
+    assert any(re.match("python -m trainer_plugin replay .*/scenes/step-", text) for text in page.texts)
 
 
 @pytest.mark.parametrize(

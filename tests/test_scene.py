@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from trainer_plugin.scenes import scene
-from trainer_plugin.scenes.scene import Scene, plain_signals
+from trainer_plugin.scenes.scene import Scene, factory_name, plain_signals
 from trainer_plugin.signals import LayerReading, Signals
 
 READING = LayerReading(
@@ -52,6 +52,15 @@ def test_it_is_strict_json_with_every_number_in_it(tmp_path):
     assert step["layers"]["wte"]["second_moment_norm"] == "inf"
     assert (step["sample_ids"], step["learning_rates"]) == (["a", "b"], [0.1, 0.2])
     assert set(step) == set(Signals.__struct_fields__)
+
+
+@pytest.mark.parametrize("text", ["train", "train:", ":build", "train.py:build()", "a b:c", "../train:build"])
+def test_a_factory_is_named_as_module_and_function(text):
+    """Found out at the start, not when a scene is replayed; none is fine too."""
+    assert factory_name("") == ""
+    assert factory_name("package.train:Job.build") == "package.train:Job.build"
+    with pytest.raises(ValueError, match="`module:function` wanted"):
+        factory_name(text)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 3}', b"[" * 100_000, b"\xff\xfe"])

@@ -1,6 +1,10 @@
 """Spike scenes: one for each incident, the newest few, whole or not there, and in nobody's way."""
 
+import multiprocessing
+import os
 import shutil
+import signal
+import sys
 import threading
 
 import pytest
@@ -18,9 +22,11 @@ from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.history import History
 from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.replay.material import read_material
 from trainer_plugin.scenes import scene
 from trainer_plugin.scenes.recorder import Recorder
 from trainer_plugin.scenes.store import Scenes
+from trainer_plugin.scenes.weights import StepWeights
 
 SPACING_STEPS = 100
 
@@ -28,20 +34,23 @@ SPACING_STEPS = 100
 class Rig:
     """A job that does not train, with its scenes; weights hold the step. `saved` and `failures` are what was told."""
 
-    def __init__(self, folder, *, keep: int = 3, wait_for_checkpoints=lambda _: True) -> None:
+    def __init__(
+        self, folder, *, keep: int = 3, most_bytes: int = 1 << 30, copies=False, wait_for_checkpoints=lambda _: True
+    ) -> None:
         self.model = tiny_model()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         state = TrainingState(model=self.model, optimizers=[self.optimizer])
         config = CheckpointsConfig(local=str(folder / "local"), shared=str(folder / "shared"), scenes=keep)
         self.checkpoints = Checkpoints(config, "tiny", on_failure=lambda _: None)
         self.history = History(self.checkpoints, state, Monitor(DetectionConfig()), steps_total=0)
-        self.recorder = Recorder(starts=True)
+        self.recorder = Recorder(starts=True, weights=StepWeights(self.model) if copies else None)
         self.failures = 0
         self.saved = []
         self.folder = folder / "runs" / "tiny"
         self.scenes = Scenes(
             self.folder,
             keep=keep,
+            most_bytes=most_bytes,
             spacing_steps=SPACING_STEPS,
             state=state,
             history=self.history,
@@ -137,6 +146,78 @@ def test_what_is_stored_is_of_its_own_step(rig, tmp_path):
     folder = rig.folder / "scenes" / name(50)
     assert read_tensors(folder)["model/0.bias"][0] == 50.0
     assert decode_plain((folder / "plain.pt").read_bytes())["scene"]["batches"][0][0] == 50.0
+
+
+def test_weights_are_those_with_which_the_step_began_where_they_are_kept(tmp_path):
+    """An applied step too can then be run again; moments and all else stay those of after it."""
+    rig = Rig(tmp_path, copies=True)
+    for step in (48, 49):
+        rig.step(step)
+    rig.keep(50, 1)
+    folder = rig.folder / "scenes" / name(50)
+    assert scene.read(folder).weights_step == 49
+    tensors = read_tensors(folder)
+    assert all(bool((tensors[f"model/{name}"] == 49.0).all()) for name, _ in rig.model.named_parameters())
+    before = decode_plain((folder / "plain.pt").read_bytes())["scene"]["before"]
+    assert before["batches"][0][0] == 49.0
+    assert len(before["rng"]) == 1
+
+
+def test_scenes_are_bounded_in_bytes(rig, tmp_path):
+    """The oldest go where the newest needs their room; one that is larger by itself is counted and not kept."""
+    rig.keep(50, 1)
+    size = sum(path.stat().st_size for path in (rig.folder / "scenes" / name(50)).iterdir())
+    tight = Rig(tmp_path / "tight", most_bytes=int(size * 2.5))
+    for number, step in enumerate((100, 200, 300)):
+        assert tight.keep(step, number)
+    assert tight.names() == [name(200), name(300)]
+    tiny = Rig(tmp_path / "tiny", most_bytes=100)
+    with pytest.raises(ValueError, match="`scenes_bytes` is 100"):
+        tiny.begin(50, 1)
+    assert (tiny.names(), tiny.failures) == ([], 1)
+
+
+def one_life(folder, end: int) -> None:
+    """Find a scene, keep another, and be killed at the file operation with this number."""
+    removals = {"os.remove", "os.rmdir"}  # By names within a folder that is open.
+    operations = {"open", "os.mkdir", "os.rename", "shutil.rmtree", "os.listdir", "os.scandir"}
+    count = 0
+
+    def watch(event, arguments) -> None:
+        nonlocal count
+        if event in removals or (event in operations and str(folder) in str(arguments[0])):
+            count += 1
+            if count == end:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    Rig(folder, keep=1).keep(200, 2)
+
+
+@pytest.mark.live
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_killed_at_each_file_operation_a_scene_can_be_read(tmp_path):
+    """Whichever is the last: a scene that was whole is still there and whole until the next one is, and no half one."""
+    Rig(tmp_path / "first").keep(50, 1)
+    end, ended, seen = 0, False, set()
+    while not ended:
+        end += 1
+        folder = tmp_path / str(end)
+        shutil.copytree(tmp_path / "first", folder)
+        life = multiprocessing.get_context("fork").Process(target=one_life, args=(folder, end), daemon=True)
+        life.start()
+        life.join()
+        assert life.exitcode in (0, -signal.SIGKILL)
+        ended = life.exitcode == 0
+        again = Rig(folder)
+        assert again.names()
+        for path in (again.folder / "scenes").iterdir():
+            assert read_material(path).scene.step in (50, 200)
+        seen.add(tuple(again.names()))
+        shutil.rmtree(folder)
+    assert seen == {(name(50),), (name(50), name(200)), (name(200),)}
+    assert end > 20
 
 
 def test_the_first_scene_of_an_incident_stays(rig):

@@ -24,7 +24,7 @@ def source(corpus, seed=0):
 
 def same(one: Batch, other: Batch) -> bool:
     """Whether two batches hold the same samples."""
-    return torch.equal(one.tokens, other.tokens) and one.sample_ids == other.sample_ids
+    return torch.equal(one["tokens"], other["tokens"]) and one["sample_ids"] == other["sample_ids"]
 
 
 def test_corpus_is_megabytes_of_source_without_tests(corpus):
@@ -42,14 +42,14 @@ def test_no_file_is_on_both_sides(corpus):
 
 def test_no_training_sample_comes_from_a_held_out_file(corpus):
     """Every sample of a training batch comes from a file that is not held out."""
-    ids = [sample for batch in islice(source(corpus), 50) for sample in batch.sample_ids]
+    ids = [sample for batch in islice(source(corpus), 50) for sample in batch["sample_ids"]]
     assert {sample.rpartition(":")[0] for sample in ids}.isdisjoint(corpus.held_out.names)
 
 
 def test_sample_id_leads_back_to_the_bytes(corpus):
     """The file and offset of a sample id are where its first bytes stand on disk."""
     batch = next(source(corpus))
-    for row, sample in zip(batch.tokens.tolist(), batch.sample_ids, strict=True):
+    for row, sample in zip(batch["tokens"].tolist(), batch["sample_ids"], strict=True):
         name, _, offset = sample.rpartition(":")
         content = (Path(sysconfig.get_path("stdlib")) / name).read_bytes()[int(offset) : int(offset) + 65]
         assert bytes(row)[: len(content)] == content
@@ -67,9 +67,9 @@ def test_offset_is_located_at_the_edges_of_files():
 def test_batch_has_shape_and_type(corpus):
     """A batch is int64 token ids, one more than predicted, with one id a row."""
     batch = next(source(corpus))
-    assert batch.tokens.shape == (4, 65)
-    assert batch.tokens.dtype == torch.int64
-    assert len(batch.sample_ids) == 4
+    assert batch["tokens"].shape == (4, 65)
+    assert batch["tokens"].dtype == torch.int64
+    assert len(batch["sample_ids"]) == 4
 
 
 def test_going_back_gives_the_same_batches(corpus):

@@ -44,6 +44,11 @@ _REPORT_EXAMPLE = """example:
 Only reads: it may run beside the job, after its death, and on a host without torch.
 exit code: 0 done, 2 bad usage"""
 
+_REPLAY_EXAMPLE = """example:
+  python -m trainer_plugin replay runs/gpt-0/scenes/step-000003127-001 --factory train:build --json why.json
+
+The factory, by default the one that the scene names, is imported and run: replay scenes of your own runs only.
+exit code: 0 the recorded loss and norms came again, 1 they did not, 2 bad usage, or a scene that cannot be used"""
 
 _COMMAND_EXAMPLE = """examples:
   python -m trainer_plugin command runs/gpt-0 rollback --reason "loss is off since the merge"
@@ -62,17 +67,16 @@ def cli(arguments: Sequence[str]) -> int:
     try:
         commands = {
             "backtest": _backtest, "checkpoints": _checkpoints, "command": _command, "demo": _demo, "report": _report,
+            "replay": _replay,
         }  # fmt: skip
         return commands[options.command](options)
     except BrokenPipeError:  # Whoever read what was printed has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the interpreter's last flush
         return 1
-    except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    except (OSError, ValueError) as error:
+        name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+        what = f"{name}: {reason}" if name and reason else str(error)
         print(f"trainer_plugin: {printable(what)}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"trainer_plugin: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("trainer_plugin: interrupted", file=sys.stderr)
@@ -133,6 +137,14 @@ def _report(options: argparse.Namespace) -> int:
     return run_report(options.run_dir, options.out)
 
 
+def _replay(options: argparse.Namespace) -> int:
+    from trainer_plugin.replay.command import run_replay  # noqa: PLC0415 - with torch
+
+    return run_replay(
+        options.scene_dir, factory=options.factory, json_path=options.json, plot_path=options.plot, tell=_show_progress
+    )
+
+
 def _command(options: argparse.Namespace) -> int:
     if not 0.0 <= options.wait < float("inf"):
         raise ValueError(f"--wait: wanted seconds, at least 0, found {options.wait}")
@@ -167,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_backtest(commands)
     _add_checkpoints(commands)
     _add_report(commands)
+    _add_replay(commands)
     _add_command(commands)
     demo = commands.add_parser(
         "demo",
@@ -242,6 +255,23 @@ def _add_report(commands: Any) -> None:  # noqa: ANN401 - argparse's own class h
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, such as runs/gpt-0")
     report.add_argument("--out", type=Path, metavar="FILE", help="where to (default: report.html in that folder)")
+
+
+def _add_replay(commands: Any) -> None:  # noqa: ANN401
+    replay = commands.add_parser(
+        "replay",
+        help="the step of a spike scene run again, and which sample or layer it was",
+        description="Run the step of a spike scene again in this process, to its recorded loss and gradient norms, and "
+        "ask why: each sample left out, the layers, the same batch on earlier weights, another batch on these.",
+        epilog=_REPLAY_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    replay.add_argument("scene_dir", type=Path, metavar="SCENE_DIR", help="a folder in `scenes` of a run's folder")
+    replay.add_argument(
+        "--factory", default="", metavar="MODULE:FUNCTION", help="builds the model (default: the scene's)"
+    )
+    for option, what in (("--json", "write everything as JSON"), ("--plot", "draw it, as .png, .svg or .pdf")):
+        replay.add_argument(option, type=Path, metavar="FILE", help=what)
 
 
 def _add_command(commands: Any) -> None:  # noqa: ANN401

@@ -23,6 +23,7 @@ from trainer_plugin.omissions import Omissions
 from trainer_plugin.parts import Parts
 from trainer_plugin.ranks import Ranks, RanksError, unwrapped
 from trainer_plugin.run_folder import JobFolder
+from trainer_plugin.scenes.scene import factory_name
 from trainer_plugin.signals import Signals
 from trainer_plugin.step.probe import Limits
 from trainer_plugin.step.shared_probe import Told
@@ -53,6 +54,7 @@ class Guard:
         data: any iterable of batches; one with `state_dict` and `load_state_dict` can go back, and so can a loader
             with an `IndexSampler`.
         loss_fn: `loss_fn(model, batch)` gives the loss of each sample; with it a restore proves itself on a batch.
+        factory: `module:function`, which builds model and `loss_fn` anew for `python -m trainer_plugin replay`.
         run: the run's name; replaces the config's.
         resume: `auto` goes on from the run's newest checkpoint, `require` fails without one, `never` starts anew.
         start_step: the step that the loop stands at where no checkpoint of the guard's is gone on from.
@@ -78,6 +80,7 @@ class Guard:
         scaler: Any = None,  # noqa: ANN401 - a GradScaler of any device
         data: Iterable[Any] | None = None,
         loss_fn: LossFn | None = None,
+        factory: str = "",
         run: str | None = None,
         resume: Resume = "auto",
         start_step: int = 0,
@@ -97,6 +100,7 @@ class Guard:
             scaler=scaler if scaler is not None and scaler.is_enabled() else None,
             data=self._data,
             loss_fn=loss_fn,
+            factory=factory_name(factory),
             resume=resume,
             start_step=start_step,
             framework=framework,
@@ -180,6 +184,7 @@ class Guard:
             parts.errors.hold_back(error, step=self.step)
             self._protect()
         parts.errors.attempt(parts.reader.watch_layers, self.step + 1, step=self.step)
+        parts.errors.attempt(lambda _: parts.recorder.before_optimizer(), None, step=self.step)
 
     @untraced
     def end_step(self) -> None:

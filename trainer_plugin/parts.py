@@ -41,6 +41,7 @@ from trainer_plugin.scenes.overview import Overview
 from trainer_plugin.scenes.recorder import Recorder
 from trainer_plugin.scenes.step_log import StepLog
 from trainer_plugin.scenes.store import Scenes
+from trainer_plugin.scenes.weights import StepWeights, wants_weights
 from trainer_plugin.schedule import Schedule
 from trainer_plugin.step.instruments import make_probe, make_reader
 from trainer_plugin.stop_signals import StopSignals
@@ -68,6 +69,7 @@ class Parts:
         scaler: Any,  # noqa: ANN401 - a GradScaler of any device
         data: Data | None,
         loss_fn: LossFn | None,
+        factory: str,
         resume: Resume,
         start_step: int,
         framework: str,
@@ -95,7 +97,7 @@ class Parts:
             self._open_reader(model, optimizers, scheduler, scaler, undo)
             self._resume(resume, start_step)
             self._open_endpoint(model, undo)
-            self._open_scenes()
+            self._open_scenes(model, factory)
             undo.pop_all()
         self.keeper.save_state()
 
@@ -141,12 +143,9 @@ class Parts:
         if self.data is not None:
             self.data.quarantine = self.folder.quarantine
         self.policy = Policy(
-            mode=config.mode,
-            actions=config.actions,
-            budget=config.budget,
-            sustained_steps=config.detection.sustained_steps,
-            state=state.policy,
-        )
+            mode=config.mode, actions=config.actions, budget=config.budget,
+            sustained_steps=config.detection.sustained_steps, state=state.policy,
+        )  # fmt: skip
 
     def _last_state(self) -> RunState:
         """What never rewinds, as the first rank knows it."""
@@ -244,16 +243,18 @@ class Parts:
         self.stop_signals.install()
         undo.callback(self.stop_signals.remove)
 
-    def _open_scenes(self) -> None:
+    def _open_scenes(self, model: nn.Module, factory: str) -> None:
         """What keeps the evidence."""
-        keep = self.config.checkpoints.scenes
-        self.recorder = Recorder(starts=keep > 0)
+        options = self.config.checkpoints
+        copies = options.scenes > 0 and self.ranks.alone and wants_weights(options.scene_weights, model)
+        self.recorder = Recorder(starts=options.scenes > 0, weights=StepWeights(model) if copies else None)
         self.step_log = StepLog(self.folder.path, steps=self.config.recorder_steps, write=self.loop.write)
         self.overview = Overview(self.folder.path, write=self.loop.write)
         self.scenes = Scenes(
             self.folder.path,
-            keep=keep,
-            spacing_steps=self.config.checkpoints.every,
+            keep=options.scenes,
+            most_bytes=options.scenes_bytes,
+            spacing_steps=options.every,
             state=self.state,
             history=self.history,
             recorder=self.recorder,
@@ -262,6 +263,8 @@ class Parts:
             on_saved=self.journal.scene,
             make_tier=self._make_tier,
             ranks=self.ranks,
+            data=self.data,
+            factory=factory,
         )
         self.scenes.open()
 

@@ -24,7 +24,7 @@ LR, WARMUP_STEPS, CONTEXT = 2e-3, 100, 64
 BLOCK = "blocks.2"
 MOST_LAYERS = 3
 CORPUS = Corpus.load(max_bytes=3_000_000)
-BATCHES = [batch.tokens for batch in islice(ByteBatches(CORPUS, 12, CONTEXT, 0), END)]
+BATCHES = [batch["tokens"] for batch in islice(ByteBatches(CORPUS, 12, CONTEXT, 0), END)]
 HELD_OUT = held_out_batches(CORPUS, CONTEXT)[:8]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +21,10 @@ class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `every_shared` is a multiple of `every` for a shared tier that is slow or dear (null: as `every`). `keep_memory` is
     how many snapshots the host keeps in its memory: each is written from there, and the newest can be restored from it.
-    `scenes` is how many spike scenes are kept beside them, 0 for none.
+    `scenes` is how many spike scenes are kept beside them, 0 for none, and `scenes_bytes` how large they may be
+    together. A scene has the weights with which its step began (`scene_weights: before`, for which they are copied in
+    each step), or, where the step was applied, those that it left (`after`, without that copy); `auto` is `before`
+    where the weights are on the host, and `after` on an accelerator.
     """
 
     local: str = "checkpoints/local"
@@ -31,6 +35,8 @@ class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     keep_local: int = 2
     keep_shared: int = 5
     scenes: int = 3
+    scenes_bytes: int = 100_000_000_000
+    scene_weights: Literal["auto", "before", "after"] = "auto"
     proof_steps: int = 50
 
     def __post_init__(self) -> None:
@@ -39,7 +45,7 @@ class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ValueError(f"`{name}` must be at least 1, found {getattr(self, name)}")
         if self.every_shared is not None and (self.every_shared < 1 or self.every_shared % self.every):
             raise ValueError(f"`every_shared` must be a multiple of `every`, found {self.every_shared}")
-        for name in ("scenes", "proof_steps"):
+        for name in ("scenes", "scenes_bytes", "proof_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be at least 0, found {getattr(self, name)}")
         if Path(self.local).absolute() == Path(self.shared).absolute():

@@ -117,6 +117,11 @@ class Data:
         if self._drawn and self._drawn[-1].places is None and len(sample_ids):
             self._told.append((self._drawn[-1].position, sample_ids))
 
+    def sample_ids_of(self, step: int) -> list[str]:
+        """The samples that a step of late has used, where the source knows them by place."""
+        places = [drawn.places for drawn in self._drawn if drawn.step == step and drawn.places is not None]
+        return self._source.sample_ids(places, ahead=0)
+
     def suspect(self, first_step: int, last_step: int, *, incident: int, reason: str) -> Quarantine | None:
         """The data of these steps, as they were last run; None where that is not known, or of no use.
 

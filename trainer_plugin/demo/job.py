@@ -8,8 +8,9 @@ from itertools import islice
 import torch
 from torch import nn
 
+from trainer_plugin.checkpoints.proof import LossFn
 from trainer_plugin.config import Config
-from trainer_plugin.demo.gpt import GPT, held_out_loss, loss
+from trainer_plugin.demo.gpt import GPT, held_out_loss, loss, sample_losses
 from trainer_plugin.demo.text import ByteBatches, Corpus, held_out_batches
 from trainer_plugin.faults import Faults
 from trainer_plugin.guard import Guard
@@ -46,6 +47,11 @@ class Workbench:
         self.data = ByteBatches(corpus, BATCH_SIZE, CONTEXT, seed)
 
 
+def build() -> tuple[nn.Module, LossFn]:
+    """The factory by which `python -m trainer_plugin replay` runs a demo's scene again."""
+    return GPT(context=CONTEXT), lambda model, batch: sample_losses(model, batch["tokens"])
+
+
 def train_guarded(
     corpus: Corpus,
     config: Config,
@@ -74,6 +80,7 @@ def train_guarded(
         optimizer=optimizer,
         scheduler=scheduler,
         data=bench.data,
+        factory="trainer_plugin.demo.job:build",
         local_only=local_only,
         on_signals=note,
     )
@@ -82,10 +89,10 @@ def train_guarded(
         on_start(guard)
         while guard.step < steps and not guard.stopping:
             batch = guard.next_batch()
-            step_loss = loss(model, batch.tokens)
+            step_loss = loss(model, batch["tokens"])
             step_loss.backward()  # type: ignore[no-untyped-call]
             faults.on_gradients(model)
-            guard.before_optimizer(step_loss, sample_ids=batch.sample_ids)
+            guard.before_optimizer(step_loss, sample_ids=batch["sample_ids"])
             faults.before_step(optimizer)
             optimizer.step()
             faults.after_step(optimizer)
@@ -113,7 +120,7 @@ def train_twin(
     losses: dict[int, float] = {}
     began = time.monotonic()
     for step, batch in enumerate(islice(bench.data, read_after), start=1):
-        step_loss = loss(bench.model, batch.tokens)
+        step_loss = loss(bench.model, batch["tokens"])
         step_loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(bench.model.parameters(), _CLIP_MAX_NORM)
         bench.optimizer.step()

@@ -4,7 +4,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import torch
@@ -76,9 +76,11 @@ class Corpus:
         return cls(train=Text(train), held_out=Text(held_out))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What one step trains on: `tokens`, int64 [B, T + 1], and where each row comes from, as `file:offset`."""
+class Batch(TypedDict):
+    """What one step trains on: `tokens`, int64 [B, T + 1], and where each row comes from, as `file:offset`.
+
+    Plain values, so that a spike scene can hold it.
+    """
 
     tokens: Tensor
     sample_ids: list[str]

@@ -1,6 +1,7 @@
 """The report as one HTML page that needs nothing else: no script, no font, no picture from elsewhere."""
 
 import math
+import shlex
 from datetime import UTC, datetime
 from html import escape
 
@@ -103,7 +104,8 @@ def _incident(story: Story, one: LoggedIncident, charts: Charts) -> str:
 def _scene(one: LoggedIncident) -> str:
     if one.scene_folder is None:
         return "<p>Its scene is not there (any more).</p>" if one.scene_step is not None else ""
-    return f"<p>Scene: <code>{escape(one.scene_folder)}</code></p>"
+    again = f"python -m trainer_plugin replay {shlex.quote(one.scene_folder)}"
+    return f"<p>Scene: <code>{escape(one.scene_folder)}</code>; run its step again: <code>{escape(again)}</code></p>"
 
 
 def _actions(actions: list[LoggedAction]) -> str:

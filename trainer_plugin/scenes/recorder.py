@@ -1,4 +1,4 @@
-"""The flight recorder: what the last steps have shown, and what the last two began with."""
+"""The flight recorder: what the last steps have shown, and what the last three began with."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from trainer_plugin.checkpoints.rng import rng_state
+from trainer_plugin.scenes.weights import StepWeights
 from trainer_plugin.signals import Signals
 
 KEPT_STEPS = 64
-# On an accelerator a step is judged one boundary late.
-_KEPT_STARTS = 2
-# A step's batches beyond this are not held: they would stay in memory for two steps more.
+# On an accelerator a step is judged one boundary late, and its scene has the batches of the step before it too.
+_KEPT_STARTS = 3
+# A step's batches beyond this are not held: they would stay in memory for three steps more.
 _MOST_BATCH_BYTES = 1 << 26
 
 
@@ -32,10 +33,11 @@ class Start:
 
 
 class Recorder:
-    """One for a run. Without `starts` only signals are kept."""
+    """One for a run. Without `starts` only signals are kept; `weights` keeps those with which a step began."""
 
-    def __init__(self, *, starts: bool) -> None:
+    def __init__(self, *, starts: bool, weights: StepWeights | None = None) -> None:
         self._keep_starts = starts
+        self._weights = weights
         self._signals: deque[Signals] = deque(maxlen=KEPT_STEPS)
         self._starts: deque[tuple[int, Start]] = deque(maxlen=_KEPT_STARTS)
         self._start = Start()
@@ -48,6 +50,8 @@ class Recorder:
         start = self._start
         if not self._hands_out:
             self._hands_out, start.rng = True, []
+            if self._weights is not None:
+                self._weights.keep()
         # Now, and not before the batch was made: a collate function may draw too.
         start.rng.append(rng_state())
         start.positions.append(position)
@@ -62,9 +66,16 @@ class Recorder:
         else:
             start.batches.append(batch)
 
+    def before_optimizer(self) -> None:
+        """The weights are about to change."""
+        if self._weights is not None:
+            self._weights.settle()
+
     def end_step(self, step: int) -> None:
         """Step number `step` has been run."""
         self._starts.append((step, self._start))
+        if self._weights is not None:
+            self._weights.end_step(step)
 
     def begin_step(self) -> None:
         """The next step begins."""
@@ -80,6 +91,10 @@ class Recorder:
     def signals(self) -> list[Signals]:
         """The last steps, in the order in which they were run; steps that were undone since are still there."""
         return list(self._signals)
+
+    def take_weights(self, step: int) -> dict[str, torch.Tensor] | None:
+        """The model's state with which a step began, for the caller to keep; None if that is not known."""
+        return self._weights.take(step) if self._weights is not None else None
 
     def start_of(self, step: int) -> Start:
         """What a step began with, as it was run last; empty if that is not known any more."""

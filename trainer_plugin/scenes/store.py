@@ -21,6 +21,7 @@ from trainer_plugin.checkpoints.retention import SaveEvery
 from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.state import TrainingState
 from trainer_plugin.checkpoints.tier import Tier
+from trainer_plugin.data.batches import Data
 from trainer_plugin.history import History
 from trainer_plugin.policy.incidents import Incident
 from trainer_plugin.ranks import Ranks
@@ -37,9 +38,10 @@ _IDLE_SECONDS = 60.0
 class Scenes:
     """The scenes of one run, `keep` at most, and no more than that in `spacing_steps` optimizer steps.
 
-    `wait_for_checkpoints` waits so many seconds until no checkpoint is being written. `on_failure` and `on_saved` are
-    called in the writer's thread, the latter with the scene and the seconds that it took. Of several `ranks` the first
-    one has the wish, and all `store` it together.
+    Together they have `most_bytes` at most: the oldest go, and one that is larger by itself is not kept. `factory` is
+    for whoever replays them. `wait_for_checkpoints` waits so many seconds until no checkpoint is being written.
+    `on_failure` and `on_saved` are called in the writer's thread, the latter with the scene and the seconds that it
+    took. Of several `ranks` the first one has the wish, and all `store` it together.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Scenes:
         run_folder: Path,
         *,
         keep: int,
+        most_bytes: int,
         spacing_steps: int,
         state: TrainingState,
         history: History,
@@ -56,8 +59,13 @@ class Scenes:
         on_saved: Callable[[Scene, float], None],
         make_tier: Callable[..., Tier] = Tier,
         ranks: Ranks | None = None,
+        data: Data | None = None,
+        factory: str = "",
     ) -> None:
+        self._data = data
         self._ranks = ranks or Ranks()
+        self._factory = factory
+        self._most_bytes = most_bytes
         self._run = run_folder.name
         spaced = SaveEvery(every=spacing_steps, keep=keep)
         self._tier = make_tier("scenes", run_folder / "scenes", spaced, run=self._run)
@@ -125,6 +133,8 @@ class Scenes:
             batches=len(start.batches),
             batches_left_out=start.left_out,
             torch=str(torch.__version__),
+            sample_ids=signals.sample_ids or (tuple(self._data.sample_ids_of(signals.step)) if self._data else ()),
+            factory=self._factory,
         )
 
     def store(self, new: Scene) -> None:
@@ -132,8 +142,11 @@ class Scenes:
         if new.step != self._history.step:  # Several ranks have heard of it at a later boundary.
             new = structs.replace(new, weights_step=self._history.step)
         try:
-            start, ranks = self._recorder.start_of(new.step), self._ranks
-            snapshot = ranks.together(self._capture, start)
+            ranks = self._ranks
+            snapshot, as_begun = ranks.together(self._capture, new.step)
+            if as_begun:
+                new = structs.replace(new, weights_step=new.step - 1)
+            self._must_have_room(sum(ranks.gather(sum(tensor.nbytes for tensor in snapshot.tensors.values()))))
             if not ranks.alone:
                 snapshot = replace(snapshot, pieces=pieces_of(snapshot.tensors, snapshot.places, ranks))
             self._begin(new, self._recorder.signals, snapshot)
@@ -156,10 +169,21 @@ class Scenes:
         oldest = min((one.steps_total for one in known), default=0)
         return len(known) < self._keep or self._history.steps_total - oldest >= self._spacing_steps
 
-    def _capture(self, start: Start) -> Snapshot:
+    def _must_have_room(self, size_bytes: int) -> None:
+        if size_bytes > self._most_bytes:
+            raise ValueError(f"a scene of {size_bytes} bytes is not kept: `scenes_bytes` is {self._most_bytes}")
+
+    def _capture(self, step: int) -> tuple[Snapshot, bool]:
+        """The state, and whether its weights are those with which the step began."""
         snapshot = self._state.capture(self._history.rewinding())
-        batches = _host_copy(start.batches)  # The loop may fill the same memory again.
-        return replace(snapshot, plain={**snapshot.plain, "scene": {"rng": start.rng, "batches": batches}})
+        tensors = snapshot.tensors
+        begun = self._recorder.take_weights(step) or {}
+        as_begun = bool(begun) and {name for name in tensors if name.startswith("model/")} <= begun.keys()
+        if as_begun:
+            tensors = {name: begun.get(name, tensor) for name, tensor in tensors.items()}
+        start, before = (_stored(self._recorder.start_of(number)) for number in (step, step - 1))
+        plain = {**snapshot.plain, "scene": {**start, "before": before}}
+        return replace(snapshot, tensors=tensors, plain=plain), as_begun
 
     def _begin(self, new: Scene, steps: list[Signals], snapshot: Snapshot) -> None:
         def write() -> None:
@@ -197,9 +221,18 @@ class Scenes:
             raise
         # Only now: a disk that fails must not cost the scenes that are there.
         newest_first = sorted(self._scenes, key=lambda known: -self._scenes[known].steps_total)
-        kept = {name, *newest_first[: self._keep - 1]}
+        kept, bytes_left = {name}, self._most_bytes - self._tier.whole[name].total_bytes
+        for known in newest_first[: self._keep - 1]:
+            bytes_left -= self._tier.whole[known].total_bytes
+            if bytes_left >= 0:
+                kept.add(known)
         self._scenes = {known: one for known, one in [*self._scenes.items(), (name, new)] if known in kept}
         self._tier.rotate(kept)
+
+
+def _stored(start: Start) -> dict[str, Any]:
+    """What a step began with, as it is stored; its batches copied, for the loop may fill the same memory again."""
+    return {"rng": start.rng, "batches": _host_copy(start.batches)}
 
 
 def _host_copy(value: Any) -> Any:  # noqa: ANN401 - any tree of plain values
