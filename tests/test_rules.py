@@ -35,7 +35,7 @@ SEVERITIES = {"critical", "warning", "info", "none"}
 # About the stack itself, which all runs share.
 WITHOUT_RUN = {
     "TrainReceiverDown", "TrainAlertmanagerDown", "TrainNotificationsFailing", "TrainAlertsDropped",
-    "TrainRulesFailing", "TrainRulesLate", "TrainAlertsTruncated",
+    "TrainRulesFailing", "TrainRulesLate", "TrainAlertsTruncated", "TrainGpuMetricsDown",
 }  # fmt: skip
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 COUNTER_FUNCTIONS = ("rate", "irate", "increase", "resets")
