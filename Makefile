@@ -9,8 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-detect bench-partial bench-replay bench-checkpoints bench-ranks bench-rules \
-	bench-gpu gpu-check dashboards reference format venv tools tools-all clean
+.PHONY: help demo test soak check bench bench-attribution bench-detect bench-partial bench-replay bench-checkpoints \
+	bench-ranks bench-rules bench-gpu gpu-check dashboards reference format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -36,6 +36,9 @@ bench: venv ## what the guard costs; for a quiet machine, results go to tests/be
 
 bench-detect: venv ## how well the detectors detect, beside the peers' rules; DETECT_ARGS="--curves DIR" adds old logs
 	$(BIN)/python tests/bench/detect.py $(DETECT_ARGS)
+
+bench-attribution: venv ## how often the class of an incident is the right one: a small GPT, hurt in every way; half an hour
+	$(BIN)/python tests/bench/attribution.py $(ATTRIBUTION_ARGS)
 
 bench-partial: venv ## whether a partial rollback heals: a small GPT damaged in one block or in all
 	$(BIN)/python tests/bench/partial.py

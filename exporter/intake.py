@@ -19,6 +19,7 @@ WATCHDOG = "TrainWatchdog"
 # A sender's clock may run ahead of ours by this much; a start later than that tells us nothing about its age.
 CLOCK_SKEW_SECONDS = 300.0
 REASON_LETTERS = 300
+NOTE_LETTERS = 800
 NAME_LETTERS = 200
 
 logger = logging.getLogger(__name__)
@@ -135,9 +136,15 @@ class Intake:
             step=step_number(alert.note("step")),
             steps_total=step_number(alert.note("steps_total")),
             starts_at=started,
-            reason=plain(alert.note("summary"), REASON_LETTERS),
+            reason=_reason(alert),
         )
         return ("queued", "") if folder.inbox.put(command, sync=False) else ("duplicate", "")
+
+
+def _reason(alert: Alert) -> str:
+    """What the job is told: in one line, or, of what it shall only remember, which rank, GPU and host it is about."""
+    words = alert.note("description") if alert.labels.get("action") == "note" else ""
+    return plain(words or alert.note("summary"), NOTE_LETTERS if words else REASON_LETTERS)
 
 
 def _is_heartbeat(alert: Alert) -> bool:

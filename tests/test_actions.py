@@ -28,8 +28,8 @@ def incident(first_step: int = 36, class_: str = "unknown") -> Incident:
 
 def decision(action: str, **options) -> Decision:
     """What the policy would decide."""
-    options = {"incident": incident(), "before_step": 35, **options}
-    return Decision(action=action, source="local", reason="for a test", **options)
+    options = {"incident": incident(), "before_step": 35, "source": "local", **options}
+    return Decision(action=action, reason="for a test", **options)
 
 
 class Fussy:
@@ -142,6 +142,14 @@ def test_note_does_nothing_and_is_done(rig):
     assert rig.weight == 40.0
 
 
+def test_a_rollback_from_a_fault_of_the_machine_keeps_the_rate(rig):
+    """A lower rate mends no machine; after any other rollback the rate is halved."""
+    assert rig.apply("rollback", incident=incident(class_="hardware")).outcome == "done"
+    assert rig.learning_rate.factor == 1.0
+    assert rig.apply("rollback").outcome == "done"
+    assert rig.learning_rate.factor == 0.5
+
+
 def test_skip_batch_leaves_the_suspect_data_out_and_changes_nothing_else(rig):
     """What the first bad step used, with its window, is left out from now on; weights, rate and position stay."""
     result = rig.apply("skip_batch")
@@ -159,7 +167,8 @@ def test_skip_batch_in_quiet_times_is_one_batch(rig):
     quiet = Incident(id=0, first_step=40, detected_step=40, last_step=40)
     assert rig.apply("skip_batch", incident=quiet).detail == "batches 39 to 39 are left out"
     gone = Incident(id=0, first_step=9000, detected_step=9000, last_step=9000)
-    assert rig.apply("skip_batch", incident=gone).outcome == "failed"
+    assert rig.apply("skip_batch", incident=gone).outcome == "observed"  # The job's own wish: nobody is paged for it.
+    assert rig.apply("skip_batch", incident=gone, source="operator").outcome == "failed"
     assert len(rig.data.quarantine) == 1
 
 

@@ -83,3 +83,18 @@ def test_a_planned_step_is_announced_once_in_any_log():
     assert continuity.update(300, ()) == "announced"
     sampled = Continuity(gap_steps=2000, window=128, planned=[120])
     assert [step for step in range(0, 400, 50) if sampled.update(step, ()) == "announced"] == [150]
+
+
+def test_a_jump_of_the_rate_is_remembered_and_a_ramp_is_not():
+    """More than twice the rate at once, and when; a warm-up, a halving taken back, or a step back is no jump."""
+    continuity = Continuity(gap_steps=2000, window=128)
+    rates = [*(0.01 * (step + 1) for step in range(100)), *[0.5] * 200, *[1.0] * 100]
+    for step, rate in enumerate(rates):
+        continuity.update(step, (rate,))
+    early, continuity.last_rise = continuity.last_rise, None
+    assert early is None or early[0] < 5  # From next to nothing, where nothing is judged yet.
+    for step, rate in enumerate([1.0, 30.0, 30.0, 1.0], start=len(rates)):
+        continuity.update(step, (rate,))
+    assert continuity.last_rise == (401, 30.0)
+    continuity.load_state_dict(continuity.state_dict())
+    assert continuity.last_rise is None

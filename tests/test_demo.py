@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from exporter.commands import Inbox
 from trainer_plugin.__main__ import cli
 from trainer_plugin.demo.job import _schedule
-from trainer_plugin.demo.run import _config
+from trainer_plugin.demo.run import _config, tell_of_xid
+from trainer_plugin.demo.scenarios import SCENARIOS
+from trainer_plugin.faults.table import RIGHT
 from trainer_plugin.run_folder import JobFolder
 
 
@@ -129,3 +132,24 @@ def test_a_demo_is_either_local_or_beside_servers(tmp_path, capsys):
 
     assert ended.value.code == 2
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_scenarios_want_what_the_table_of_faults_calls_right():
+    """All scenarios that DESIGN names are there, and each wants the class that was fixed for its fault."""
+    assert set(SCENARIOS) == {
+        "clean", "bad-sample", "grad-explosion", "lr-too-high", "numerical", "hardware", "sustained",
+    }  # fmt: skip
+    for scenario in SCENARIOS.values():
+        if scenario.fault is not None:
+            kind = "xid" if scenario.name == "hardware" else scenario.fault
+            assert scenario.class_ in RIGHT[kind].classes
+
+
+def test_the_played_note_says_which_gpu_rank_and_host(tmp_path):
+    """Without a GPU the demo puts what TrainGpuFault leads to into the inbox, and says that it was the demo."""
+    inbox = Inbox(tmp_path)
+    inbox.create()
+    tell_of_xid(tmp_path, 600)
+    (command,) = inbox.waiting()
+    assert (command.action, command.alert, command.by, command.step) == ("note", "TrainGpuFault", "demo", 600)
+    assert "rank 0 on GPU-00000000-1111-2222-3333-444444444444, GPU 0 of node-1, last XID 79" in command.reason

@@ -1,12 +1,17 @@
 """The fault injector: faults begin when told, end for good, and leave nothing behind."""
 
 import math
+import subprocess
+import sys
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
+from exporter.catalog import CLASSES
 from trainer_plugin.faults import Faults
+from trainer_plugin.faults.table import RIGHT, Kind
 
 
 @pytest.fixture
@@ -145,3 +150,149 @@ def test_nonsense_is_refused(wrong):
     """A fault before the start, of no length, or with a factor that is no positive number is refused."""
     with pytest.raises(ValueError, match="lr_jump: "):
         Faults().lr_jump(**wrong)
+
+
+def batch():
+    """Inputs and labels of six samples."""
+    inputs = torch.arange(24).view(6, 4)
+    return inputs, inputs + 1
+
+
+def test_what_lies_in_the_data_comes_again():
+    """A damaged batch is so by its position alone: the same damage after a rollback, and none beside it."""
+    faults = Faults(seed=3).garbage_text(at=2, steps=2)
+    first = [faults.on_data(position, *batch()) for position in range(5)]
+    again = faults.on_data(2, *batch())
+    clean = [torch.equal(inputs, batch()[0]) for inputs, _ in first]
+    assert clean == [True, True, False, False, True]
+    assert torch.equal(first[2][0], again[0])
+    assert first[2][0].min() >= 0
+    assert first[2][0].max() <= 23
+    assert first[2][0].dtype == torch.int64
+    assert faults.fired == {"garbage_text": 3}
+
+
+def test_garbage_of_floats_is_noise_over_their_range():
+    """Inputs that are no tokens become noise between the least and the greatest of them."""
+    (noise,) = Faults().garbage_text(at=0).on_data(0, torch.tensor([[-1.0, 3.0]] * 50))
+    assert -1.0 <= noise.min() < 0.0
+    assert 2.0 < noise.max() <= 3.0
+
+
+def test_labels_are_shuffled_and_inputs_are_not():
+    """The same labels in another order; the inputs stay."""
+    inputs, labels = Faults().shuffled_labels(at=0).on_data(0, *batch())
+    assert torch.equal(inputs, batch()[0])
+    assert not torch.equal(labels, batch()[1])
+    assert torch.equal(labels.flatten().sort().values, batch()[1].flatten())
+
+
+def test_a_document_is_there_many_times():
+    """Every row is the first one, and none shares its memory."""
+    inputs, _ = Faults().duplicated_document(at=0).on_data(0, *batch())
+    assert torch.equal(inputs, batch()[0][:1].expand(6, 4))
+    inputs[0, 0] = 99
+    assert inputs[1, 0] == 0
+
+
+def test_one_sample_is_huge():
+    """The first sample's loss counts so many times, in that step alone."""
+    faults = Faults().huge_sample(at=0, times=10.0)
+    assert faults.on_losses(torch.ones(3)).tolist() == [10.0, 1.0, 1.0]
+    assert faults.on_losses(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_peak_of_the_rate_lasts_from_the_first_step_on(model):
+    """The rate is so many times as high in every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    faults = Faults().lr_peak(times=4)
+    assert [step(faults, model, optimizer)[1] for _ in range(5)] == [[2.0]] * 5
+
+
+def test_one_layer_explodes(model):
+    """The gradients of the parameters so called grow, the others do not; a name that is not there is refused."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    faults = Faults().exploding_layer(at=1, times=100.0, parameter="1.")
+    (clean, _), (faulty, _) = step(faults, model, optimizer), step(faults, model, optimizer)
+    for one, other, factor in zip(clean, faulty, (1.0, 1.0, 100.0, 100.0), strict=True):
+        assert torch.equal(one * factor, other)
+    with pytest.raises(ValueError, match="found head among"):
+        step(Faults().exploding_layer(at=0, times=2.0, parameter="head"), model, optimizer)
+
+
+@pytest.mark.parametrize("plan", [lambda f: f.fp16_overflow(at=1), lambda f: f.amp_collapse(at=1, steps=1)])
+def test_gradients_overflow(model, plan):
+    """What half precision cannot hold is Inf, and not before its step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    faults = plan(Faults())
+    (clean, _), (faulty, _) = step(faults, model, optimizer), step(faults, model, optimizer)
+    assert all(gradient.isinf().any() for gradient in faulty)
+    assert all(gradient.isfinite().all() for gradient in clean)
+
+
+def test_padding_meets_a_layer_norm_without_eps():
+    """The forward pass gives NaN in the faulty step; afterwards `eps` and hooks are as they were."""
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    faults, seen = Faults().layer_norm_eps(at=1), []
+    for _ in range(3):
+        faults.on_forward(model)
+        out = model(torch.randn(2, 4))
+        seen.append(bool(out.isnan().any()))
+        out.sum().backward()
+        faults.on_gradients(model)
+        faults.before_step(optimizer)
+        faults.after_step(optimizer)
+    assert seen == [False, True, False]
+    assert (model[0].eps, len(model[0]._forward_pre_hooks)) == (1e-5, 0)
+
+
+def test_one_bit_of_one_weight_flips(model):
+    """The highest bit of the exponent makes a small weight huge; flipped again it is as before."""
+    before = model[0].weight.detach().clone()
+    Faults().bit_flip(at=0, parameter="0.weight").on_forward(model)
+    changed = (model[0].weight != before).nonzero()
+    assert len(changed) == 1
+    assert model[0].weight.abs().max() > 1e30
+    Faults().bit_flip(at=0, parameter="0.weight").on_forward(model)
+    assert torch.equal(model[0].weight, before)
+    with pytest.raises(ValueError, match="bit 0 to 31 of float32"):
+        Faults().bit_flip(at=0).on_forward(nn.Linear(2, 2).half())
+
+
+def test_weights_get_noise_of_their_own_size(model):
+    """Only those so called, once, and the same for the same seed."""
+    before = [p.detach().clone() for p in model.parameters()]
+    faults = Faults(seed=1).weight_noise(at=0, times=4.0, parameter="0.weight")
+    faults.on_forward(model)
+    faults.on_forward(model)
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [True, False, False, False]
+    assert faults.fired == {"weight_noise": 1}
+
+
+def test_slowness_and_the_machines_word(model):
+    """A slow step and a late batch wait by the clock that was given; an XID is told by whoever can make it so."""
+    slept, told = [], []
+    faults = Faults(sleep=slept.append).slow_rank(at=0, seconds=2.0).stalled_loader(at=1, seconds=3.0)
+    faults.xid(at=0, tell=lambda: told.append("xid")).ecc(at=0, tell=lambda: told.append("ecc"))
+    faults.network_errors(at=0, tell=lambda: told.append("links"))
+    faults.on_data(0, *batch())
+    faults.on_forward(model)
+    faults.on_data(1, *batch())
+    assert (slept, told) == ([2.0, 3.0], ["xid", "ecc", "links"])
+
+
+def test_every_kind_of_fault_has_a_right_class_and_a_method():
+    """The table is whole, its classes are the catalog's, and each kind is a method of the plan."""
+    assert set(RIGHT) == set(get_args(Kind))
+    for kind, right in RIGHT.items():
+        assert callable(getattr(Faults, kind))
+        assert set(right.classes) <= {*CLASSES, "none"}
+        assert right.why
+
+
+def test_the_plan_needs_no_torch():
+    """The command line lists its scenarios without waiting for torch."""
+    code = "import sys, trainer_plugin.demo.scenarios; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

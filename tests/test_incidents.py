@@ -62,11 +62,13 @@ def test_evidence_is_bounded(incident):
         ({"robust:loss": 5}, 1.5, "unknown"),
         ({"robust:loss": 5}, None, "unknown"),
         ({"robust:loss": 5, "robust:grad_norm": 4}, 1.1, "gradient_explosion"),  # The gradient first.
-        ({"robust:loss": 5, "robust:grad_norm": 5}, 9.0, "gradient_explosion"),
+        ({"robust:loss": 5, "robust:grad_norm": 5}, 9.0, "unknown"),  # Both at once: so does a batch.
+        ({"robust:loss": 5, "ema_ratio:grad_norm": 5}, 19.0, "unknown"),
         ({"robust:loss": 5, "robust:grad_norm": 6}, 9.0, "unknown"),
         ({"robust:loss": 5, "robust:grad_norm": 6}, 1.0, "bad_sample"),
         ({"robust:grad_norm": 5}, None, "gradient_explosion"),
-        ({"ema_ratio:grad_norm": 9, "robust:loss": 5}, 1.0, "gradient_explosion"),
+        ({"ema_ratio:grad_norm": 9, "robust:loss": 5}, 2.0, "gradient_explosion"),
+        ({"ema_ratio:grad_norm": 9, "robust:loss": 5}, 1.0, "bad_sample"),  # Until it turns out to last.
         ({"nonfinite:loss": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
         ({"nonfinite:grad_norm": 9, "robust:loss": 5}, 1.0, "numerical"),
         ({"drift:amp_loss_scale": 9, "ema_ratio:grad_norm": 5}, 1.0, "numerical"),
@@ -78,12 +80,23 @@ def test_evidence_is_bounded(incident):
         ({"drift:loss": 5, "robust:loss": 8}, 1.0, "lr_too_high"),  # It climbed before it jumped.
         ({"drift:loss": 5, "robust:loss": 7}, 1.0, "bad_sample"),
         ({"drift:loss": 5, "robust:loss": 8, "robust:grad_norm": 4}, 9.0, "gradient_explosion"),
+        ({"robust:loss": 5, "oscillation:loss": 9}, 9.0, "unknown"),  # The aftermath of a jump.
         ({}, 1.0, "unknown"),
     ],
 )
 def test_classes_are_asked_in_order(signs, ratio, expected):
     """What is not finite comes before the gradient, and the gradient before the data (R18)."""
     assert classify(signs, ratio) == expected
+
+
+@pytest.mark.parametrize(("began", "expected"), [(8, "unknown"), (7, "lr_too_high")])
+def test_a_drift_found_at_once_is_a_jump(incident, began, expected):
+    """Three bad batches add up to a drift as well; a climb is what began three steps before it was found, or more."""
+    incident.add(verdict(10, "drift", first_step=began), 9.0)
+    assert incident.class_ == expected
+    for unrecovered in (3, 10, 0):
+        incident.follow(20, unrecovered)
+    assert incident.class_ == ("bad_sample" if expected == "unknown" else expected)
 
 
 def test_the_gradient_of_the_jump_decides(incident):

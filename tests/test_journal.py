@@ -60,6 +60,17 @@ def test_an_incident_is_counted_when_it_opens_and_told_when_it_heals(desk):
     assert (healed["kind"], healed["healed_step"]) == ("incident_healed", 60)
 
 
+def test_a_class_that_changes_is_told_with_its_reason(desk, caplog):
+    """Another class of the open incident is a line in log and trail, once; that of another incident is none."""
+    for step, class_ in enumerate(["unknown", "unknown", "bad_sample", "bad_sample"]):
+        desk.journal.follow(incident(class_=class_), step)
+    desk.journal.follow(None, 4)
+    desk.journal.follow(incident(class_="numerical"), 5)
+    (told,) = desk.trail()
+    assert (told["kind"], told["step"], told["class"]) == ("incident_class", 2, "bad_sample")
+    assert "is called bad_sample now: loss is up" in caplog.text
+
+
 def test_parameters_with_a_bad_gradient_are_named(desk, caplog):
     """The log names the first ten, the trail a hundred."""
     names = [f"layer.{number}" for number in range(150)]

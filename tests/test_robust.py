@@ -111,6 +111,18 @@ def test_a_planned_change_has_its_time():
     ]  # fmt: skip
 
 
+def test_no_plan_makes_a_loss_half_as_high_again():
+    """While widened, a rise above 1.5 times the level is judged as ever, if it is beyond the usual score."""
+    calm = 2.0 + np.random.default_rng(0).normal(0.0, 0.1, 600)
+    detector = robust()
+    steps(detector, calm)
+    detector.widen(100)
+    assert 2.0 * 8.0 > 1.01 / detector.scale > 8.0
+    assert detector.limit == pytest.approx(3.0, abs=0.1)
+    assert detector.update(600, 0.99 * detector.limit, learn=False) is None
+    assert detector.update(601, 1.01 * detector.limit, learn=False) is not None
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_published_spike_is_found_when_the_gradient_moves(seed):
     """BLOOM-176B's spike is found at iteration 31215, four before its loss is highest."""

@@ -561,6 +561,14 @@ def test_a_command_without_annotations_is_a_command(app, inbox, annotations):
     assert (command.step, command.steps_total, command.reason) == (None, None, "")
 
 
+def test_a_note_tells_the_job_all_that_the_alert_says(app, inbox):
+    """What a job shall only remember comes with its description: which rank, which GPU and which host."""
+    words = {"summary": "A GPU is ill.", "description": "rank 0 on GPU-7, GPU 0 of node-1"}
+    assert _outcome(app, _labelled(action="note") | {"annotations": words}) == "queued"
+    (command,) = inbox.waiting()
+    assert command.reason == words["description"]
+
+
 def test_text_of_a_sender_is_cut_and_cleaned(app, inbox):
     """However long and odd the words are, the command can be read back and shown on a terminal."""
     odd = 'a\x1b[31m\n\r\0\x7f\u202e\u2028"\\é🙂' * 1000

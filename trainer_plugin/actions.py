@@ -101,7 +101,9 @@ class Actions:
         """Leave the suspect data out from now on; what was trained on them stays."""
         quarantine = self._suspect_data(decision.incident, decision.widen)
         if self._data is None or quarantine is None:
-            return Result(outcome="failed", detail="the data of that step are not known, or come no more")
+            # Nobody asked, and nothing is broken: no page for data that are the loop's own.
+            outcome = "observed" if decision.source == "local" else "failed"
+            return Result(outcome=outcome, detail="the data of that step are not known, or come no more")
         self._data.quarantine = [*self._data.quarantine, quarantine]
         return Result(
             outcome="done",
@@ -134,14 +136,14 @@ class Actions:
         limit = self._clip.max_norm(moment.steps_total)
         return Result(outcome="done", detail=f"clip to {limit:g} for {self._config.clip_steps} steps")
 
-    def _lower_lr(self, moment: Moment) -> Result:
+    def _lower_lr(self, moment: Moment, *, stack: bool = True) -> Result:
         factor = self._learning_rate.lower(
             self._config.lr_factor,
             floor=self._lr_floor,
             now=moment.steps_total,
             hold_steps=self._config.lr_hold_steps,
             return_steps=self._config.lr_return_steps,
-            stack=self._config.lr_stacking,
+            stack=stack and self._config.lr_stacking,
         )
         return Result(outcome="done", detail=f"learning rate x {factor:g} for {self._config.lr_hold_steps} steps")
 
@@ -200,7 +202,9 @@ class Actions:
                 problems.append(f"step {target.step}: {error}")
                 _log.warning("%s to step %d is not possible: %s", decision.action, target.step, error)
                 continue
-            self._lower_lr(moment)
+            if decision.incident.class_ != "hardware":  # A lower rate mends no machine.
+                # Of a rate that jumped the cause is known, and was halved for at once: going back undoes the rest.
+                self._lower_lr(moment, stack=decision.incident.rate_rise is None)
             detail = f"to step {target.step} from the {loaded.tier} tier"
             if loaded.degraded:
                 detail += f", degraded: {', '.join(loaded.degraded)} is out of order"

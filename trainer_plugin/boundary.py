@@ -165,6 +165,7 @@ class Boundary:
             _log.warning("step %d: stopping, as %s asks", moment.step, asked)
             self.stopping = True
         parts.learning_rate.advance(parts.history.steps_total)
+        parts.journal.follow(parts.policy.open_incident, moment.step)
 
     def _asked_to_stop(self) -> str | None:
         """Who asks the loop to end; a signal that one rank has got is obeyed where all have heard of it."""

@@ -216,7 +216,7 @@ class Guard:
             return Told(stop_asked=asked)
         loss, norm = parts.monitor.spike_limits
         return Told(
-            talks=parts.policy.open_incident is not None or bool(parts.loop.commands()),
+            talks=parts.policy.state.may_act or bool(parts.loop.commands()),
             stop_asked=asked,
             heed_loss=loss,
             heed_norm=min(norm, parts.monitor.surge_above),

@@ -31,6 +31,7 @@ class Journal:
         self._folder = folder
         self._effects = Effects()
         self._loop_up = False
+        self._called: tuple[int, str] | None = None
 
     def incident(self, incident: Incident, step: int) -> None:
         """An incident opened, or healed."""
@@ -42,6 +43,16 @@ class Journal:
         _log.warning("step %d: incident %d, %s: %s", step, incident.id, incident.class_, "; ".join(incident.evidence))
         self._page.add("train_incidents_total", 1.0, incident.class_)
         self.trail("incident_opened", entry)
+
+    def follow(self, incident: Incident | None, step: int) -> None:
+        """What the open incident is called after this step; told when that is another class than before."""
+        called = (incident.id, incident.class_) if incident is not None else None
+        before, self._called = self._called, called
+        if incident is not None and before is not None and before[0] == incident.id and before != called:
+            why = incident.evidence[-1] if incident.evidence else ""
+            _log.warning("step %d: incident %d is called %s now: %s", step, incident.id, incident.class_, why)
+            entry = {"id": incident.id, "step": step, "class": incident.class_, "evidence": incident.evidence}
+            self.trail("incident_class", entry)
 
     def nonfinite(self, step: int, *, gradients: list[str], weights: list[str]) -> None:
         """What is not finite, by the names of the parameters."""

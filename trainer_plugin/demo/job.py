@@ -39,12 +39,13 @@ class Trained:
 class Workbench:
     """Everything of a training loop but the loop: the same for the guarded run and for its twin."""
 
-    def __init__(self, corpus: Corpus, *, seed: int, steps: int) -> None:
+    def __init__(self, corpus: Corpus, *, seed: int, steps: int, faults: Faults | None = None) -> None:
         torch.manual_seed(seed)
         self.model = GPT(context=CONTEXT)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: _schedule(step, steps))
-        self.data = ByteBatches(corpus, BATCH_SIZE, CONTEXT, seed)
+        damage = faults.on_data if faults is not None else None
+        self.data = ByteBatches(corpus, BATCH_SIZE, CONTEXT, seed, damage)
 
 
 def build() -> tuple[nn.Module, LossFn]:
@@ -64,7 +65,7 @@ def train_guarded(
     on_step: Callable[[int, float], None],
 ) -> Trained:
     """Train under a Guard while `faults` break things; `on_step` hears of each step's number and loss."""
-    bench = Workbench(corpus, seed=seed, steps=steps)
+    bench = Workbench(corpus, seed=seed, steps=steps, faults=faults)
     model, optimizer, scheduler = bench.model, bench.optimizer, bench.scheduler
     applied: dict[int, bool] = {}
     losses: dict[int, float] = {}
@@ -89,11 +90,12 @@ def train_guarded(
         on_start(guard)
         while guard.step < steps and not guard.stopping:
             batch = guard.next_batch()
+            faults.on_forward(model)
             step_loss = loss(model, batch["tokens"])
             step_loss.backward()  # type: ignore[no-untyped-call]
             faults.on_gradients(model)
-            guard.before_optimizer(step_loss, sample_ids=batch["sample_ids"])
             faults.before_step(optimizer)
+            guard.before_optimizer(step_loss, sample_ids=batch["sample_ids"])
             optimizer.step()
             faults.after_step(optimizer)
             scheduler.step()

@@ -86,8 +86,14 @@ class Result:
         if fault is not None and not self.incidents:
             problems.append("the fault was not detected")
         problems += [f"incident {incident.id} is not healed" for incident in self.incidents if not incident.healed]
-        if self.scenario.rollback and not rollbacks:
-            problems.append("no rollback")
+        classes = [incident.class_ for incident in self.incidents]
+        if self.incidents and classes[0] != self.scenario.class_:
+            problems.append(f"the incident is called {classes[0]}, not {self.scenario.class_}")
+        done = {entry["action"] for entry in self.trail if entry["kind"] == "action" and entry["outcome"] == "done"}
+        done |= {remedy.action for incident in self.incidents for remedy in incident.remedies}
+        problems += [f"no {action}" for action in self.scenario.actions if action not in done]
+        if self.scenario.keeps_rate and "lower_lr" in done:
+            problems.append("the learning rate was lowered, which mends no machine")
         if not self.scenario.rollback and rollbacks:
             problems.append("a rollback that was not needed")
         problems += [

@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 import yaml
 
+from exporter.commands import Command, Inbox
 from trainer_plugin.config import Config, read_config
 from trainer_plugin.demo.job import train_guarded, train_twin
 from trainer_plugin.demo.result import Result, read_incidents, versions, write_json
-from trainer_plugin.demo.scenarios import SCENARIOS, Scenario
+from trainer_plugin.demo.scenarios import SCENARIOS, XID_79, Scenario
 from trainer_plugin.demo.servers import Servers, Stack, Watcher, find_servers
 from trainer_plugin.demo.text import Corpus
 from trainer_plugin.demo.timeline import Timeline
+from trainer_plugin.faults import Faults
 from trainer_plugin.guard import Guard
 from trainer_plugin.report.command import run_report
 from trainer_plugin.run_folder import RunLock
@@ -95,7 +97,8 @@ def _train(
 ) -> Result:
     began = time.monotonic()
     run_folder = Path(config.runs) / config.run
-    faults = scenario.inject()
+    faults = Faults(seed=seed)
+    scenario.inject(faults, lambda: tell_of_xid(run_folder, faults.steps_run))
     with ExitStack() as ends:
         stack: Stack | Watcher | None = None if prometheus is None else Watcher(prometheus)
         if servers is not None:
@@ -142,6 +145,16 @@ def _train(
         guarded=guarded,
         twin=twin,
     )
+
+
+def tell_of_xid(run_folder: Path, step: int) -> None:
+    """What the receiver puts into the inbox when TrainGpuFault is delivered: there is no GPU here that could fail."""
+    now = time.time()
+    command = Command(
+        id="xid79", run=run_folder.name, action="note", source="alert", alert="TrainGpuFault", by="demo",
+        received=now, starts_at=now, step=step, steps_total=step, reason=XID_79,
+    )  # fmt: skip
+    Inbox(run_folder).put(command)
 
 
 def _config(path: Path | None, out: Path, *, named: bool) -> Config:

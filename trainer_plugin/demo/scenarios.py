@@ -3,42 +3,52 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer_plugin.faults import Faults, Kind
+from trainer_plugin.faults.plan import Plan
+from trainer_plugin.faults.table import Kind
+
+# What TrainGpuFault says, by the rule's own words, of a GPU that fell off the bus.
+XID_79 = (
+    "1 of its GPUs report a fault: rank 0 on GPU-00000000-1111-2222-3333-444444444444, GPU 0 of node-1, last XID 79."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One scenario. `least_steps` leaves room for the fault, the verdict and the recovery."""
+    """One scenario. `least_steps` leaves room for the fault, the verdict and the recovery.
+
+    `inject` plans the faults; `tell` in it makes the alert TrainGpuFault say so. `class_` and `actions` are what must
+    come of it; no learning rate is lowered where `keeps_rate`.
+    """
 
     name: str
     story: str
     steps: int
     least_steps: int
-    fault: Kind | None
-    inject: Callable[[], Faults]
-    rollback: bool
+    fault: Kind | None = None
+    inject: Callable[[Plan, Callable[[], None]], Plan] = lambda plan, _: plan
+    class_: str = "none"
+    actions: tuple[str, ...] = ()
+    keeps_rate: bool = False
+
+    @property
+    def rollback(self) -> bool:
+        """Whether only going back helps."""
+        return "rollback" in self.actions
 
 
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
+        Scenario(name="clean", story="nothing is broken, and nothing may happen", steps=1400, least_steps=1),
         Scenario(
-            name="clean",
-            story="nothing is broken, and nothing may happen",
+            name="bad-sample",
+            story="noise in the place of one batch: it is left out from now on, and nothing is lost",
             steps=1400,
-            least_steps=1,
-            fault=None,
-            inject=Faults,
-            rollback=False,
-        ),
-        Scenario(
-            name="sustained",
-            story="learning rate x 100 for 10 steps: the weights are damaged, and only going back helps",
-            steps=1600,
-            least_steps=1200,
-            fault="lr_jump",
-            inject=lambda: Faults().lr_jump(at=700, times=100.0, steps=10),
-            rollback=True,
+            least_steps=800,
+            fault="garbage_text",
+            inject=lambda plan, _: plan.garbage_text(at=700),
+            class_="bad_sample",
+            actions=("skip_batch",),
         ),
         Scenario(
             name="grad-explosion",
@@ -46,8 +56,49 @@ SCENARIOS = {
             steps=1400,
             least_steps=800,
             fault="grad_scale",
-            inject=lambda: Faults().grad_scale(at=700, times=1e6, steps=1),
-            rollback=False,
+            inject=lambda plan, _: plan.grad_scale(at=700, times=1e6, steps=1),
+            class_="gradient_explosion",
+            actions=("clip", "lower_lr"),
+        ),
+        Scenario(
+            name="lr-too-high",
+            story="learning rate x 20 in one step: the loss is thrown out, and the rate is lowered at once",
+            steps=1600,
+            least_steps=1600,
+            fault="lr_jump",
+            inject=lambda plan, _: plan.lr_jump(at=700, times=20.0, steps=1),
+            class_="lr_too_high",
+            actions=("lower_lr",),
+        ),
+        Scenario(
+            name="numerical",
+            story="NaN in one layer's gradient in three steps: none of them reaches the weights",
+            steps=1400,
+            least_steps=800,
+            fault="nan_gradient",
+            inject=lambda plan, _: plan.nan_gradient(at=700, steps=3, parameter="blocks.1.attn"),
+            class_="numerical",
+        ),
+        Scenario(
+            name="hardware",
+            story="XID 79 on the GPU of rank 0, and weights that go wrong: saved, then taken back, at the same rate",
+            steps=1600,
+            least_steps=1200,
+            fault="weight_noise",
+            inject=lambda plan, tell: plan.xid(at=600, tell=tell).weight_noise(at=700, times=30.0),
+            class_="hardware",
+            actions=("checkpoint", "rollback"),
+            keeps_rate=True,
+        ),
+        Scenario(
+            name="sustained",
+            story="learning rate x 100 for 10 steps: the weights are damaged, and only going back helps",
+            steps=1600,
+            least_steps=1200,
+            fault="lr_jump",
+            inject=lambda plan, _: plan.lr_jump(at=700, times=100.0, steps=10),
+            class_="lr_too_high",
+            actions=("rollback",),
         ),
     )
 }

@@ -1,7 +1,7 @@
 """Real text that is on every machine, in batches that can go back: the source of the Python standard library."""
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypedDict
@@ -98,9 +98,17 @@ class ByteBatches:
         batch_size: rows in a batch, B.
         context: predicted tokens in a row, T; a row holds one more.
         seed: 0 or more.
+        damage: what becomes of the tokens of a batch, by its number; a fault that lies in the data.
     """
 
-    def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        batch_size: int,
+        context: int,
+        seed: int,
+        damage: Callable[[int, Tensor], tuple[Tensor, ...]] | None = None,
+    ) -> None:
         if len(corpus.train) <= context:
             raise ValueError(
                 f"training text must be longer than a context of {context}, found {len(corpus.train)} bytes"
@@ -109,6 +117,7 @@ class ByteBatches:
         self._batch_size = batch_size
         self._context = context
         self._seed = seed
+        self._damage = damage
         self._next_batch = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -124,8 +133,11 @@ class ByteBatches:
         generator = np.random.Generator(np.random.Philox(key=[self._seed, number]))
         offsets = generator.integers(len(self._text) - self._context, size=self._batch_size)
         places = [self._text.locate(int(offset)) for offset in offsets]
+        tokens = self._text.windows(offsets, self._context + 1)
+        if self._damage is not None:
+            (tokens,) = self._damage(number, tokens)
         return Batch(
-            tokens=self._text.windows(offsets, self._context + 1),
+            tokens=tokens,
             sample_ids=[f"{name}:{offset}" for name, offset in places],
         )
 

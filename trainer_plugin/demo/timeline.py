@@ -93,7 +93,8 @@ class Timeline:
         for command in commands:
             if command.id not in self._seen_commands:
                 self._seen_commands.add(command.id)
-                text = f"Alertmanager delivered {command.alert}; command {command.id[:8]} ({command.action}) queued"
+                by = "the demo played" if command.by else "Alertmanager delivered"
+                text = f"{by} {command.alert}; command {command.id[:8]} ({command.action}) queued"
                 self.tell("webhook", text)
 
     def _look_at_trail(self) -> None:
@@ -116,6 +117,8 @@ class Timeline:
         if kind == "incident_opened":
             evidence = "; ".join(entry["evidence"])
             self.tell("detected", f"incident {entry['id']}, {entry['class']}: {evidence}", step=entry["detected_step"])
+        elif kind == "incident_class":
+            self.tell("class", f"incident {entry['id']} is {entry['class']}: {entry['evidence'][-1]}", step=step)
         elif kind == "incident_healed":
             self.tell("healed", f"incident {entry['id']}: back to normal", step=entry["healed_step"])
         elif kind == "action":

@@ -9,6 +9,7 @@ from typing import Any
 _LEAST_GAP_VALUES = 20
 # A schedule moves by less in one step, but for its restarts and a person's hand.
 _LR_JUMP_RATIO = 1.5
+_LR_RISE_RATIO = 2.0
 # A ramp up is as planned as a jump: the rate is held against its lowest of the last one to two times so many values.
 _LR_VALUES = 50
 
@@ -18,7 +19,7 @@ class Continuity:
 
     A baseline is of its place in the run. Further on than `gap_steps`, or back by more than `window` values without
     the state of that place, it is another one. `planned` are steps from which on, by the user's word, the data or the
-    batches are others.
+    batches are others. `last_rise`: where the learning rate jumped last, and to how many times what it had been.
     """
 
     def __init__(self, *, gap_steps: int, window: int, planned: Iterable[int] = ()) -> None:
@@ -30,6 +31,7 @@ class Continuity:
         # The lowest rate of the present block of values and of the one before; infinite for none.
         self._low = self._low_before = math.inf
         self._values = 0
+        self.last_rise: tuple[int, float] | None = None
 
     def update(self, step: int, learning_rates: tuple[float, ...]) -> str | None:
         """Take in the next step: "elsewhere" if it does not follow the last one, "back" if some steps come again.
@@ -39,7 +41,7 @@ class Continuity:
         """
         last, self._step = self._step, step
         elsewhere = last is not None and step - last != self._interval_steps and self._elsewhere(step - last)
-        planned = learning_rates != () and self._rises(learning_rates)
+        planned = learning_rates != () and self._rises(step, learning_rates)
         if elsewhere:
             return "elsewhere"
         if last is not None and self._planned_steps and self._announced(last, step):
@@ -59,14 +61,17 @@ class Continuity:
             self._interval_steps = ahead_steps
         return not near
 
-    def _rises(self, learning_rates: tuple[float, ...]) -> bool:
+    def _rises(self, step: int, learning_rates: tuple[float, ...]) -> bool:
         self._values += 1
         if self._values >= _LR_VALUES:
             self._values, self._low_before, self._low = 0, self._low, math.inf
         rate = learning_rates[0] if len(learning_rates) == 1 else max(learning_rates)
         if rate <= 0.0:
             return False
-        if rate > _LR_JUMP_RATIO * min(self._low, self._low_before):
+        low = min(self._low, self._low_before)
+        if rate > _LR_JUMP_RATIO * low:
+            # A ramp is told in steps of that ratio; what is more came at once.
+            self.last_rise = (step, rate / low) if rate > _LR_RISE_RATIO * low else self.last_rise
             self._low = self._low_before = rate  # It has been told; what is told next is the next rise.
             return True
         if rate < self._low:
@@ -82,3 +87,4 @@ class Continuity:
         """Go back to a state."""
         self._step, self._interval_steps, self._values = state["step"], state["interval_steps"], state["values"]
         self._low, self._low_before = (math.inf if low is None else low for low in state["lows"])
+        self.last_rise = None

@@ -76,8 +76,8 @@ class Monitor:
             "loss_robust": self._loss_robust, "grad_norm_robust": self._grad_norm_robust, "drift": self._drift,
             "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level,
             "oscillation": self._oscillation, "continuity": self._continuity, "hard_batches": self._hard_batches,
-            "recovery": self._recovery,
-            "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale, "nonfinite": self._nonfinite,
+            "recovery": self._recovery, "norm_recovery": self._norm_recovery,
+            "loss_scale": self._loss_scale, "nonfinite": self._nonfinite,
             "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
@@ -188,6 +188,7 @@ class Monitor:
             amp_scale_collapsed=self._loss_scale.collapsed,
             hard_batches=self._knows_hard_batches,
             layer_ratios=self._layers.ratios,
+            rate_rise=self._continuity.last_rise,
         )
 
     def _meet(self, change: str) -> None:
@@ -244,9 +245,8 @@ class Monitor:
         """Count how long each signal has been out of its band, from its verdict (if any) and its score."""
         back_below = self._config.robust_score * self._BACK_RATIO
         for recovery, verdict, score in (
-            (self._recovery, loss, self._loss_score),
-            (self._norm_recovery, norm, self._grad_norm_score),
-        ):
+            (self._recovery, loss, self._loss_score), (self._norm_recovery, norm, self._grad_norm_score)
+        ):  # fmt: skip
             if verdict is not None or recovery.unrecovered_steps:
                 # What began long ago but is found only now has had no remedy: half of its time is left.
                 left_at = None if verdict is None else max(verdict.first_step, step - self._config.sustained_steps // 2)

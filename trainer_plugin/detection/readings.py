@@ -6,7 +6,8 @@ import msgspec
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
     """What the detectors hold after a step. NaN stands for "not known yet".
 
-    `layer_ratios`: gradient norm over its own baseline, of each layer that has one.
+    `layer_ratios`: gradient norm over its own baseline, of each layer that has one. `rate_rise`: the step in which the
+    learning rate jumped last, and to how many times what it had been.
     """
 
     loss_ema: float
@@ -29,3 +30,4 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
     amp_scale_collapsed: bool
     hard_batches: bool
     layer_ratios: dict[str, float] = {}
+    rate_rise: tuple[int, float] | None = None

@@ -16,6 +16,8 @@ from trainer_plugin.detection.tail import Tail
 _LEAST_SCALE_RATIO = 1e-3
 # While a planned change has its time to show, the threshold is so much higher.
 _WIDENED = 2.0
+# But no plan makes a loss half as high again.
+_UNPLANNED_RATIO = 1.5
 # The center is marked once in so many values (half of what it is a median of), and so many marks are kept.
 _MARK_VALUES = 16
 _MARKS = 8
@@ -108,8 +110,11 @@ class Robust:
         center, former = self._center, self._former
         if former is not None and former > center and self._silent_values:
             center = former
-        edge = center + self._threshold_now * self._deviation * self.tail.ratio
-        reference = self.reference
+        deviation, reference = self._deviation * self.tail.ratio, self.reference
+        edge = center + self._threshold_now * deviation
+        if not self._log:  # A planned change is let no further than this.
+            unplanned = reference + (_UNPLANNED_RATIO - 1.0) * abs(reference)
+            edge = min(edge, max(center + self._threshold * deviation, unplanned))
         least = reference + self._least_rise * abs(reference)
         return max(math.exp(min(edge, 700.0)) if self._log else edge, least)
 
@@ -177,7 +182,10 @@ class Robust:
     def _judge(self, step: int, value: float, score: float) -> Verdict | None:
         self._onset = step if self._onset is None else self._onset
         baseline = self.reference
-        if score <= self._threshold_now or value - baseline <= self._least_rise * abs(baseline):
+        unplanned = not self._log and value - baseline > (_UNPLANNED_RATIO - 1.0) * abs(baseline)
+        if score <= (
+            self._threshold if unplanned else self._threshold_now
+        ) or value - baseline <= self._least_rise * abs(baseline):
             return None
         return Verdict(
             detector="robust", signal=self._signal, step=step, value=value, baseline=baseline, first_step=self._onset
@@ -267,21 +275,13 @@ class Robust:
     def state_dict(self) -> dict[str, Any]:
         """The accepted values and what was made of them."""
         return {
-            "values": self._values.values,
-            "residuals": self._residuals.values,
-            "tail": self.tail.state_dict(),
-            "first_step": self._first_step,
-            "onset": self._onset,
-            "widened": self.widened,
-            "warm": self.warm,
-            "marks": [*self._marks],
-            "unmarked": self._unmarked,
-            "quantum": self._quantum,
-            "former": self._former,
-            "former_values": [self._silent_values, self._former_values],
+            "values": self._values.values, "residuals": self._residuals.values, "tail": self.tail.state_dict(),
+            "first_step": self._first_step, "onset": self._onset, "widened": self.widened, "warm": self.warm,
+            "marks": [*self._marks], "unmarked": self._unmarked, "quantum": self._quantum,
+            "former": self._former, "former_values": [self._silent_values, self._former_values],
             "drop_below": None if self._drop_below == -math.inf else self._drop_below,
             "level": [None if math.isnan(one) else one for one in (self._center, self._deviation)],
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""

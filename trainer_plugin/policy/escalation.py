@@ -1,11 +1,57 @@
 """When the next rung of the ladder may be climbed: a gentler remedy has had its time, or nothing is left. Pure."""
 
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.policy.decisions import ActionsConfig
 from trainer_plugin.policy.incidents import Incident, Remedy
+from trainer_plugin.policy.partial import rollback_kind
+
+_SURE_STEPS = 10  # Good steps after a bad batch, until it is left out for good.
+NO_UPDATES_STEPS = 10  # Updates withheld in a row after which waiting for a better batch is no remedy.
 
 # Of the steps after which a loss counts as not recovering, a lower rate shows within this part whether it helps.
 SETTLE_PART = 0.25
 # Tries of the job's own to go back, a cool-down apart, after which it is given up.
 MOST_FAILURES = 3
+
+
+def quick_remedy(incident: Incident, *, surged: bool, saved: bool) -> tuple[str, str] | None:
+    """What to do before anything else, and why.
+
+    `surged` says that this step did and that the rate may be lowered; `saved`, that a checkpoint was asked for lately.
+    """
+    if incident.class_ == "hardware":
+        return None if saved or incident.tried("checkpoint") else ("checkpoint", "the machine is at fault")
+    if incident.tried("lower_lr"):
+        return None
+    if incident.rate_rise is not None:
+        return "lower_lr", f"the learning rate rose to {incident.rate_rise:.3g} times what it had been"
+    return ("lower_lr", "gradient surge") if surged else None
+
+
+def gentle_remedy(incident: Incident, *, clips: bool) -> tuple[str, str] | None:
+    """What is done where nothing harder is due; `clips`: a step was out of its band and applied, and the run clips."""
+    sure = incident.class_ == "bad_sample" and incident.course == "over" and incident.good_steps >= _SURE_STEPS
+    if sure and not incident.left_out:
+        return "skip_batch", "one bad batch"
+    remedied = {remedy.action for remedy in incident.remedies} - {"note", "skip_batch", "checkpoint"}
+    return ("clip", "out of the robust band") if clips and not remedied else None
+
+
+def slow_remedy(
+    incident: Incident, readings: Readings, actions: ActionsConfig, sustained_steps: int
+) -> tuple[str, str] | None:
+    """What to do and why, where the alert comes first. A lower rate mends no machine."""
+    may_lower = not incident.tried("lower_lr") and incident.class_ != "hardware"
+    if readings.loss_unrecovered_steps >= sustained_steps:
+        reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
+        return rollback_kind(incident, readings, actions), reason
+    if readings.withheld_steps >= NO_UPDATES_STEPS:
+        return "rollback", f"{readings.withheld_steps} updates withheld in a row"
+    if readings.amp_scale_collapsed and may_lower:
+        return "lower_lr", "AMP loss scale collapsed"
+    if (sign := incident.lr_sign) and may_lower:
+        return "lower_lr", sign
+    return None
 
 
 def settling(incident: Incident | None, steps_total: int, sustained_steps: int) -> bool:

@@ -1,19 +1,28 @@
 """Incidents: one thing that went wrong, its evidence, and the remedies tried on it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.layer_baselines import OUTLIER_RATIO
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.policy.attribution import (
+    CLIMB_STEPS,
+    LASTING_STEPS,
+    LR_SIGNS,
+    QUICK_SIGN,
+    RISE_STEPS,
+    SHORT_STEPS,
+    classify,
+    has_jumped,
+)
 from trainer_plugin.signals import Signals
 
 MAX_EVIDENCE = 20
 MAX_LAYERS = 20
-# A sum of scores begins by chance a step or two before a jump; earlier than that it is a climb.
-CLIMB_STEPS = 3
-LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
+_WITHHELD = "spike withheld in the same step"
 
 
 class Remedy(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -32,7 +41,8 @@ class Remedy(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Incident(msgspec.Struct, kw_only=True):
     """From the first bad step to the measured recovery. `last_step` is the last one with a verdict.
 
-    `layers` are those whose gradient norm was an outlier to their own past, each with its largest ratio.
+    `layers` are those whose gradient norm was an outlier to their own past, each with its largest ratio. What the class
+    is read from: `signs`, `grad_norm_ratio`, `rate_rise`, `course` and `machine`, as in `classify`.
     """
 
     id: int
@@ -48,7 +58,20 @@ class Incident(msgspec.Struct, kw_only=True):
     opened_total: int = 0
     signs: dict[str, int] = msgspec.field(default_factory=dict)
     grad_norm_ratio: float | None = None
+    rate_rise: float | None = None
+    course: str = ""
+    out_steps: int = 0
+    machine: list[str] = msgspec.field(default_factory=list)
     layers: dict[str, float] = msgspec.field(default_factory=dict)
+
+    def take_in(self, signals: Signals, readings: Readings, verdicts: Sequence[Verdict]) -> None:
+        """One step of it: what the acting detectors said, and what else the class is read from."""
+        self.surge(readings.layer_ratios)
+        for verdict in verdicts:
+            self.add(verdict, readings.grad_norm_ema_ratio)
+        if readings.rate_rise is not None:
+            self.rate_rose(*readings.rate_rise)
+        self.follow(signals.step, readings.loss_unrecovered_steps)
 
     def add(self, verdict: Verdict, grad_norm_ratio: float) -> None:
         """Take a verdict in: where the deviation began, what it was, and the class as far as the signs tell.
@@ -63,10 +86,51 @@ class Incident(msgspec.Struct, kw_only=True):
             self.evidence.append(
                 f"step {verdict.step}: {verdict.detector} on {verdict.signal}, {verdict.value:.4g}{against}"
             )
-        if sign == "robust:loss" and sign not in self.signs and math.isfinite(grad_norm_ratio):
+        quick = sign == "drift:loss" and verdict.step - verdict.first_step < CLIMB_STEPS
+        if sign == "robust:loss" and not has_jumped(self.signs) and math.isfinite(grad_norm_ratio):
             self.grad_norm_ratio = grad_norm_ratio
+        if quick:
+            self.signs.setdefault(QUICK_SIGN, verdict.first_step)
         self.signs.setdefault(sign, verdict.first_step)
-        self.class_ = classify(self.signs, self.grad_norm_ratio)
+        self._classify()
+
+    def rate_rose(self, step: int, ratio: float) -> None:
+        """The learning rate became `ratio` times as high in a step: a cause, if what is wrong began soon after."""
+        if self.rate_rise is None and 0 < self.first_step - step <= RISE_STEPS:
+            self.rate_rise = ratio
+            self._tell(f"step {step}: the learning rate rose to {ratio:.3g} times what it had been")
+
+    def follow(self, step: int, unrecovered_steps: int) -> None:
+        """How it goes on: `unrecovered_steps` is how long the loss has been away, 0 when it is back."""
+        if unrecovered_steps >= LASTING_STEPS and self.course != "lasting":
+            self.course = "lasting"
+            self._tell(f"step {step}: the loss has stayed away for {unrecovered_steps} steps: no single batch")
+        elif unrecovered_steps == 0 < self.out_steps <= SHORT_STEPS and not self.course:
+            self.course = "over"
+            self._tell(f"step {step}: the loss is back, {self.out_steps} steps after it left: the weights are well")
+        self.out_steps = max(self.out_steps, unrecovered_steps)
+
+    def hear(self, alert: str, words: str) -> None:
+        """What is known of the run's machines, by an alert or by the step times."""
+        if alert not in self.machine:
+            self.machine.append(alert)
+            self._tell(words)
+
+    def hear_of_slow_steps(self, step: int, words: str) -> None:
+        """What the times of the last steps say, if anything."""
+        if words:
+            self.hear("slow steps", f"step {step}: {words}")
+
+    def _tell(self, line: str) -> None:
+        """A line of evidence, and what class it makes."""
+        if len(self.evidence) < MAX_EVIDENCE:
+            self.evidence.append(line)
+        self._classify()
+
+    def _classify(self) -> None:
+        self.class_ = classify(
+            self.signs, self.grad_norm_ratio, rate_rise=self.rate_rise, course=self.course, machine=self.machine
+        )
 
     def surge(self, ratios: Mapping[str, float]) -> None:
         """Take in each layer's gradient norm over its baseline; the layers that surged most are kept."""
@@ -80,7 +144,7 @@ class Incident(msgspec.Struct, kw_only=True):
     def done_in_step(self, signals: Signals, steps_total: int, *, outcome: str) -> None:
         """Keep what was done to a step within it, once an incident: a surge clipped, a spike withheld."""
         if signals.withheld == "spike":
-            action, what, detail = "skip_batch", "spike withheld in the same step", f"loss {signals.loss:.4g}"
+            action, what, detail = "skip_batch", _WITHHELD, f"loss {signals.loss:.4g}"
         else:
             action, what, detail = "clip", "surge clipped in the same step", f"x {signals.clip_coefficient:.3g}"
         if not any(remedy.detail.startswith(what) for remedy in self.remedies):
@@ -89,12 +153,6 @@ class Incident(msgspec.Struct, kw_only=True):
                 detail=f"{what}, {detail}",
             )  # fmt: skip
             self.remedies.append(remedy)
-
-    def lasts(self) -> None:
-        """The loss has stayed away: whatever one batch can do, it is not that."""
-        if self.class_ == "bad_sample":
-            self.grad_norm_ratio = None
-            self.class_ = classify(self.signs, None)
 
     @property
     def before_step(self) -> int:
@@ -106,29 +164,11 @@ class Incident(msgspec.Struct, kw_only=True):
         """What says that the learning rate is too high for this run now, if anything does."""
         return next((sign.replace(":", " of the ") for sign in LR_SIGNS if sign in self.signs), None)
 
+    @property
+    def left_out(self) -> bool:
+        """Whether its batch has been left out for later, or was tried to be; a step withheld comes again."""
+        return any(not remedy.detail.startswith(_WITHHELD) for remedy in self.tried("skip_batch"))
+
     def tried(self, action: str) -> list[Remedy]:
         """The remedies of one kind, oldest first."""
         return [remedy for remedy in self.remedies if remedy.action == action]
-
-
-def classify(signs: dict[str, int], grad_norm_ratio: float | None) -> str:
-    """The class of an incident from its first signs (`detector:signal` -> step), asked in the order of R18.
-
-    R3: a gradient that surges before or with the loss is a divergence; a loss that jumps over a calm gradient is the
-    batch. `grad_norm_ratio` is the gradient norm over its baseline when the loss jumped, None while it has not. A loss
-    that climbs before it jumps, or is thrown out again and again, has been let go too fast.
-    """
-    if any(sign.startswith("nonfinite:") or sign == "drift:amp_loss_scale" for sign in signs):
-        return "numerical"
-    if "ema_ratio:grad_norm" in signs:
-        return "gradient_explosion"
-    loss = signs.get("robust:loss")
-    norm = min((signs[sign] for sign in ("robust:grad_norm", "drift:grad_norm") if sign in signs), default=None)
-    if norm is not None and (loss is None or norm <= loss):
-        return "gradient_explosion"
-    slow = signs.get("drift:loss")
-    if "oscillation:loss" in signs or (slow is not None and (loss is None or loss - slow >= CLIMB_STEPS)):
-        return "lr_too_high"
-    if loss is not None and grad_norm_ratio is not None and grad_norm_ratio < 1.5:
-        return "bad_sample"
-    return "unknown"

@@ -5,17 +5,25 @@ from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.policy.alerts import OWN_SIGNALS, Known, already_over
+from trainer_plugin.policy.attribution import StepTimes
 from trainer_plugin.policy.budget import BudgetConfig, Rollback, in_vain, overspent
 from trainer_plugin.policy.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
-from trainer_plugin.policy.escalation import answered, refused_rollback, settling
+from trainer_plugin.policy.escalation import (
+    NO_UPDATES_STEPS,
+    answered,
+    gentle_remedy,
+    quick_remedy,
+    refused_rollback,
+    settling,
+    slow_remedy,
+)
 from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.policy.partial import partial_layers, rollback_kind
-from trainer_plugin.policy.state import PolicyState
+from trainer_plugin.policy.state import PolicyState, kind_of
 from trainer_plugin.signals import Signals
 
 # Steps without a bad sign, beyond the first bad one, after which an incident counts as healed.
 HEALED_STEPS = 20
-NO_UPDATES_STEPS = 10  # Updates withheld in a row after which waiting for a better batch is no remedy.
 TAIL_STEPS = 10  # Two outliers of the gradient norm within so many steps are no chance.
 
 
@@ -42,6 +50,7 @@ class Policy:
         self._tail_step: int | None = None
         self._weights_finite = True
         self._readings: Readings | None = None
+        self._step_times = StepTimes()
 
     @property
     def open_incident(self) -> Incident | None:
@@ -62,6 +71,7 @@ class Policy:
     ) -> list[Incident]:
         """Take in one step; return the incidents that opened or healed by it."""
         self._readings, self._weights_finite, self._surged = readings, weights_finite, signals.surge
+        self._step_times.add(signals.step_seconds, signals.data_wait_seconds)
         acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
         if readings.hard_batches:
             acting = [verdict for verdict in acting if verdict.detector != "robust"]
@@ -74,13 +84,10 @@ class Policy:
         if acting and incident is None and not self._lone_tail(acting, signals.step):
             incident = self.state.open(min(verdict.first_step for verdict in acting), signals.step, steps_total)
             changed.append(incident)
+            incident.hear_of_slow_steps(signals.step, self._step_times.slow())
         if incident is None:
             return changed
-        incident.surge(readings.layer_ratios)
-        for verdict in acting:
-            incident.add(verdict, readings.grad_norm_ema_ratio)
-        if readings.loss_unrecovered_steps >= HEALED_STEPS:
-            incident.lasts()
+        incident.take_in(signals, readings, acting)
         if signals.surge or signals.withheld == "spike":
             incident.done_in_step(signals, steps_total, outcome="done" if self.mode == "auto" else "observed")
         # A step that was withheld is no good one, but neither does it undo those before it: it reached nothing.
@@ -105,6 +112,7 @@ class Policy:
         """What to do at this boundary: the oldest command that may be obeyed, else what the job itself would do."""
         refusals: list[Refusal] = []
         decision: Decision | None = None
+        self.state.hear(commands, moment.step, moment.now)
         for command in commands:
             # Before the first reading after a start or a rollback such an alert cannot be held against one: it waits.
             ready = command.alert not in OWN_SIGNALS or self._readings is not None
@@ -126,29 +134,20 @@ class Policy:
     def record(self, decision: Decision, moment: Moment, outcome: str, *, detail: str, to_step: int | None) -> Remedy:
         """Keep what came of a decision; `to_step` where a rollback went."""
         remedy = Remedy(
-            action=decision.action,
-            step=moment.step,
-            steps_total=moment.steps_total,
-            source=decision.source,
-            outcome=outcome,
-            alert=decision.command.alert if decision.command else None,
-            command=decision.command.id if decision.command else None,
-            detail=detail,
-        )
+            action=decision.action, step=moment.step, steps_total=moment.steps_total, source=decision.source,
+            outcome=outcome, alert=decision.command.alert if decision.command else None,
+            command=decision.command.id if decision.command else None, detail=detail,
+        )  # fmt: skip
         decision.incident.remedies.append(remedy)
         if not decision.incident.id and outcome == "done":
-            self.state.asked[decision.action] = moment.steps_total
+            self.state.asked[kind_of(decision.action, remedy.alert)] = moment.steps_total
         if to_step is not None:
             self.state.rollbacks.append(
                 Rollback(
-                    at=moment.now,
-                    at_step=moment.step,
-                    at_steps_total=moment.steps_total,
-                    to_step=to_step,
-                    nearest_step=moment.target_step,
-                    incident=decision.incident.id,
+                    at=moment.now, at_step=moment.step, at_steps_total=moment.steps_total, to_step=to_step,
+                    nearest_step=moment.target_step, incident=decision.incident.id,
                 )
-            )
+            )  # fmt: skip
             decision.incident.good_steps = 0
             self.state.budget_spent_step = None
             # What was read of the steps now undone must not ask for a second rollback before new values arrive.
@@ -178,7 +177,7 @@ class Policy:
         if handled is not None:
             return refuse(*handled)
         if command.source == "alert":
-            if self._cooling(command.action, moment):
+            if self._cooling(command.action, moment, command.alert):
                 return refuse("refused_cooldown", f"the last {command.action}, or what is gentler, needs its time")
             action = rollback_kind(incident, self._readings, self._actions) if action == "rollback" else action
         if "rollback" in action:
@@ -192,35 +191,37 @@ class Policy:
         """What the job would do by itself, in the order of the table."""
         incident, readings = self.open_incident, self._readings
         if incident is None or readings is None:
-            return None
+            return self._quiet_wish(moment) if incident is None else None
         if not self._weights_finite:
             wish = self._local("rollback", "weights are not finite", incident, moment)
             # R9: nothing is left to train on, and no way back.
             return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
-        if self._surged and not incident.tried("lower_lr") and not self._cooling("lower_lr", moment):
-            return self._local("lower_lr", "gradient surge", incident, moment)
-        slow = self._slow(incident, readings, moment)
-        if slow is not None:
-            return self._local(*slow, incident, moment) or self._last_resort(slow[1], incident, readings, moment)
-        remedied = {remedy.action for remedy in incident.remedies} - {"note", "skip_batch"}
-        if self._out_of_band and not remedied and self._actions.clip_max_norm is not None:
-            return self._local("clip", "out of the robust band", incident, moment)
-        return None
+        slow = None
+        surged, saved = self._surged and not self._cooling("lower_lr", moment), self._cooling("checkpoint", moment)
+        remedy = quick_remedy(incident, surged=surged, saved=saved)
+        if remedy is None:
+            slow = remedy = self._slow(incident, readings, moment)
+        if remedy is None:
+            remedy = gentle_remedy(incident, clips=self._out_of_band and self._actions.clip_max_norm is not None)
+        if remedy is None:
+            return None
+        wish = self._local(*remedy, incident, moment)
+        return wish or (self._last_resort(remedy[1], incident, readings, moment) if slow is not None else None)
+
+    def _quiet_wish(self, moment: Moment) -> Decision | None:
+        """Outside of any incident: what a GPU has made so far may be all that is left of it."""
+        fault = self.state.new_gpu_fault(moment.now)
+        if not fault or self.mode != "auto":
+            return None
+        return self._decision("checkpoint", "local", fault, incident=self.state.quiet(moment.step), moment=moment)
 
     def _slow(self, incident: Incident, readings: Readings, moment: Moment) -> tuple[str, str] | None:
         """What to do and why, where the alert comes first and has had its time."""
-        if readings.loss_unrecovered_steps >= self._sustained_steps:
-            action = rollback_kind(incident, readings, self._actions)
-            reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
-        elif readings.withheld_steps >= NO_UPDATES_STEPS:
-            action, reason = "rollback", f"{readings.withheld_steps} updates withheld in a row"
-        elif readings.amp_scale_collapsed and not incident.tried("lower_lr"):
-            action, reason = "lower_lr", "AMP loss scale collapsed"
-        elif (sign := incident.lr_sign) and not incident.tried("lower_lr"):
-            action, reason = "lower_lr", sign
-        else:
+        remedy = slow_remedy(incident, readings, self._actions, self._sustained_steps)
+        if remedy is None:
             self._slow_since = None
             return None
+        action, reason = remedy
         if self._cooling(action, moment):
             return None
         if self._slow_since is None or moment.now < self._slow_since:  # A clock set back begins anew.
@@ -239,14 +240,14 @@ class Policy:
             return None
         return self._local("stop", f"{reason}; going back: {refused.outcome}, {refused.detail}", incident, moment)
 
-    def _cooling(self, action: str, moment: Moment) -> bool:
+    def _cooling(self, action: str, moment: Moment, alert: str | None = None) -> bool:
         if (
             action == "rollback"
             and self._weights_finite
             and settling(self.open_incident, moment.steps_total, self._sustained_steps)
         ):
             return True
-        return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps)
+        return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps, alert=alert)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:
         """The job's own wish, unless this incident has had its answer already."""

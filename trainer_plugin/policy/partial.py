@@ -15,7 +15,7 @@ def rollback_kind(incident: Incident | None, readings: Readings | None, config: 
         return "rollback"
     few = 0 < len(incident.layers) <= min(config.partial_layers, len(readings.layer_ratios) // 2)
     gone_back = any("rollback" in remedy.action and remedy.outcome != "observed" for remedy in incident.remedies)
-    fits = few and incident.class_ == "gradient_explosion" and not gone_back
+    fits = few and incident.class_ in ("gradient_explosion", "unknown") and not gone_back
     return "partial_rollback" if fits else "rollback"
 
 

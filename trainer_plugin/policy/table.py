@@ -23,7 +23,18 @@ TABLE = (
         "clipped in that very step, then lower learning rate for a while",
         _JOB,
     ),
+    Row("loss out of its band within 100 steps of a learning rate that jumped", "lower learning rate", _JOB),
     Row("loss or gradient norm out of its robust band", "clip to half for 200 steps", _JOB),
+    Row(
+        "loss out of its band for a batch or three, and back for 10 steps",
+        "these data are left out from now on, nothing goes back",
+        _JOB,
+    ),
+    Row(
+        "an alert says that a GPU of the run is at fault",
+        "checkpoint in both tiers; in an incident no lower learning rate",
+        _JOB,
+    ),
     Row(
         "loss and gradient norm both out of their bands",
         "the step is withheld, if `withhold_spikes: true`",
