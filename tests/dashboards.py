@@ -12,9 +12,7 @@ from tools import ROOT
 RULES = ROOT / "alert_rules"
 PATHS = sorted((ROOT / "grafana_dashboards" / "json").glob("*.json"))
 DASHBOARDS: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in PATHS}
-# The rules that the dashboard of machines reads come with their exporter.
 GPU_RULES = RULES / "gpu.yml"
-WAITS_FOR_GPU_RULES = "alert_rules/gpu.yml, with the normalised gpu: records, is not there yet"
 SAMPLES = {"__rate_interval": "5m", "__range": "1h", "run": "a", "rank": ".+", "layer": ".+"}
 
 

@@ -10,10 +10,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from contextlib import contextmanager, suppress
 
 import pytest
+from last_operation import be_killed_at
 from tiers import open_checkpoints, save, whole
 from training import adamw_job, spoil_weights
 
@@ -163,18 +163,7 @@ def test_a_clock_set_back_changes_nothing(make_guard, clock):
 
 def one_life(folder, end: int) -> None:
     """Find, mend, save and rotate checkpoints, and be killed at the file operation with this number."""
-    removals = {"os.remove", "os.rmdir"}  # By names within a folder that is open.
-    operations = {"open", "os.mkdir", "os.rename", "shutil.rmtree", "os.listdir", "os.scandir"}
-    count = 0
-
-    def watch(event, arguments) -> None:
-        nonlocal count
-        if event in removals or (event in operations and str(folder) in str(arguments[0])):
-            count += 1
-            if count == end:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
+    be_killed_at(folder, end)
     checkpoints = open_checkpoints(folder, options={"keep_local": 1, "keep_shared": 1}, proven=1 << 62)
     checkpoints.load(checkpoints.targets(1 << 62)[0])
     save(checkpoints, 30, 40)

@@ -12,7 +12,6 @@ from dashboards import (
     GPU_RULES,
     PATHS,
     RECORDS,
-    WAITS_FOR_GPU_RULES,
     filled,
     nodes,
     panels,
@@ -116,15 +115,12 @@ def test_every_query_is_about_series_that_exist(name):
     """Every selector names a series of the catalog, of the rules or of the servers, with label values that exist."""
     for title, expr in queries(name):
         for selector in selectors(expr):
-            if OF_MACHINES.match(selector.name) and not GPU_RULES.exists():
-                continue
             assert known(selector.name), f"{title}: {selector.name}"
             for matcher in selector.matchers.matchers:
                 values = LABELS.get((selector.name, matcher.name), ())
                 assert not values or set(matcher.value.split("|")) <= set(values), f"{title}: {matcher.value}"
 
 
-@pytest.mark.skipif(not GPU_RULES.exists(), reason=WAITS_FOR_GPU_RULES)
 def test_the_records_of_machines_exist():
     """Every series of the dashboard of machines is a record of gpu.yml, or the job's own word on where it runs."""
     named = {selector.name for _, expr in queries("gpu") for selector in selectors(expr)}
@@ -179,8 +175,6 @@ def test_limits_are_those_of_the_rules(name):
             if limit == 1 and panel["type"] == "stat":
                 continue
             alerts = [alert for alert in linked_alerts(panel) if alert in ALERTS]
-            if not alerts and not GPU_RULES.exists() and name == "gpu":
-                continue
             text = " ".join(reach(ALERTS[alert]["expr"]) for alert in alerts)
             number = re.escape(f"{limit:.8g}")
             written = rf'(>=|>|<=|<) *{number}\b|\b{number} \* |above="{number}"|le=~"{number}\|'
@@ -207,8 +201,6 @@ def test_every_link_leads_somewhere(name):
     for panel in panels(name):
         for link in panel.get("links", ()):
             alert = link["title"].removeprefix("Runbook: ")
-            if alert not in ALERTS and not GPU_RULES.exists() and name == "gpu":
-                continue
             assert alert in ALERTS
             uid, number = re.fullmatch(r"/d/([\w-]+)\?viewPanel=(\d+)", link["url"]).groups()
             assert uids[uid] == "runbook"
@@ -302,7 +294,6 @@ def test_d05_a_number_that_is_not_there_is_not_green(name):
         assert panel["targets"][0]["instant"] is True  # A range's last point may be of a run that is long dead.
 
 
-@pytest.mark.skipif(not GPU_RULES.exists(), reason=WAITS_FOR_GPU_RULES)
 def test_d06_one_gpu_is_one_line(tmp_path):
     """A GPU whose exporter changed its labels within the hour is one line, named by rank and host (case D06)."""
     clock = query_of("gpu", "Temperature", "gpu:temperature:celsius")

@@ -35,7 +35,7 @@ def options_of(folder, rank, hosts):
     return {"checkpoints": {"local": str(folder / f"host-{rank}"), "every": 5}} if hosts else {}
 
 
-def run(job, until):
+def run_unhurried(job, until):
     """Train to a step and leave no checkpoint out: a step here is quicker than a disk."""
     while job.guard.step < until and not job.guard.stopping:
         job.step()
@@ -46,12 +46,12 @@ def run(job, until):
 def train(folder, kind, size, until, rank, *, hosts=False):
     """Train to a step and end in order."""
     job = RanksJob(folder, kind, rank=rank, size=size, loss_fn=loss_fn, **options_of(folder, rank, hosts))
-    return run(job, until).finish()
+    return run_unhurried(job, until).finish()
 
 
 def train_and_die(folder, kind, size, until, rank):
     """Train to a step, and be killed as by the kernel once the last checkpoint is written."""
-    run(RanksJob(folder, kind, rank=rank, size=size, loss_fn=loss_fn), until)
+    run_unhurried(RanksJob(folder, kind, rank=rank, size=size, loss_fn=loss_fn), until)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

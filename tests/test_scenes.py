@@ -1,15 +1,14 @@
 """Spike scenes: one for each incident, the newest few, whole or not there, and in nobody's way."""
 
 import multiprocessing
-import os
 import shutil
 import signal
-import sys
 import threading
 
 import pytest
 import torch
 from curves import signals
+from last_operation import be_killed_at
 from training import equal, tiny_model
 
 from trainer_plugin.checkpoints import manifest
@@ -179,18 +178,7 @@ def test_scenes_are_bounded_in_bytes(rig, tmp_path):
 
 def one_life(folder, end: int) -> None:
     """Find a scene, keep another, and be killed at the file operation with this number."""
-    removals = {"os.remove", "os.rmdir"}  # By names within a folder that is open.
-    operations = {"open", "os.mkdir", "os.rename", "shutil.rmtree", "os.listdir", "os.scandir"}
-    count = 0
-
-    def watch(event, arguments) -> None:
-        nonlocal count
-        if event in removals or (event in operations and str(folder) in str(arguments[0])):
-            count += 1
-            if count == end:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
+    be_killed_at(folder, end)
     Rig(folder, keep=1).keep(200, 2)
 
 

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from waiting import wait_for
+
 from exporter.commands import Command, Inbox
 from trainer_plugin.demo.gpt import GPT
 from trainer_plugin.demo.gpt import loss as mean_loss
@@ -117,8 +120,7 @@ class Run:
             starts_at=time.time(), reason=reason, step=guard.step, steps_total=guard.step,
         )  # fmt: skip
         inbox.put(command)
-        while command.id not in {one.id for one in guard._parts.loop.commands()}:
-            time.sleep(0.01)
+        wait_for(lambda: command.id in {one.id for one in guard._parts.loop.commands()}, 60.0)
 
     def train(self) -> "Run":
         """Train to the end."""
