@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loaders import LONG_SIZE, LoaderJob, assert_equal_but_for_the_start
+from loaders import LONG_SIZE, LoaderJob, assert_equal_but_for_the_start, close
 from test_restart import kill, start
 
 PROGRAM = Path(__file__).with_name("loaders.py")
@@ -36,6 +36,6 @@ def test_150_and_kill_and_resume_to_300_equals_300_straight(tmp_path, kind, work
             kill(job)
     straight = LoaderJob(tmp_path / "straight", kind, workers=workers, size=LONG_SIZE)
     straight.run(300)
-    straight.guard.close()
+    close(straight.guard)
     resumed = torch.load(tmp_path / "outcome.pt", weights_only=False)
     assert_equal_but_for_the_start(resumed, straight.outcome(), steps=saved)

@@ -5,7 +5,7 @@ import shutil
 import msgspec
 import pytest
 import torch
-from loaders import LoaderJob, indices, loader
+from loaders import LoaderJob, close, indices, loader
 from test_guard_data import QUIET, ask_for_rollback
 from tiers import checkpoint_folder, flip, rewrite, whole
 from torch import nn
@@ -17,12 +17,6 @@ from trainer_plugin.data.sampler import IndexSampler
 WORKERS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 LOADERS = pytest.mark.parametrize(("kind", "workers"), [("index", 2), ("stateful", 0)])
 TIERS = ("local", "shared")
-
-
-def end(guard):
-    """Close a guard, and end its loader's workers now: found by the garbage collector they take 5 s each."""
-    guard.close()
-    guard._parts.data._source._iterator = None
 
 
 @WORKERS
@@ -44,17 +38,17 @@ def test_c16_after_two_resumes_a_rollback_to_35_goes_on_with_batch_35(tmp_path, 
         job.run(until)
         used += job.used
         if until < 45:
-            end(job.guard)
+            close(job.guard)
     ask_for_rollback(job.guard)
     job.step()
     assert job.guard.step == 35
     used = used[: 2 * 35]
     job.used.clear()
     job.run(60)
-    end(job.guard)
+    close(job.guard)
     straight = LoaderJob(tmp_path / "straight", kind, workers=workers, size=112, checkpoints={"every": 1000})
     straight.run(60)
-    end(straight.guard)
+    close(straight.guard)
     assert job.used[:2] == straight.used[70:72]
     assert used + job.used == straight.used
 
@@ -81,7 +75,7 @@ def test_c17_a_checkpoint_at_an_epochs_end_leads_into_the_next_epoch(make_guard,
             job.optimizer.zero_grad()
             job.guard.end_step()
             used.append(indices(batch))
-        end(job.guard)
+        close(job.guard)
         assert int(job.optimizer.state[job.model[0].weight]["step"]) == until
     assert len(applied["stopped"]) == 30
     assert applied["stopped"] == applied["straight"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from kills import kill_again_and_again
-from loaders import LoaderJob, assert_equal_but_for_the_start
+from loaders import LoaderJob, assert_equal_but_for_the_start, close
 from tiers import open_checkpoints, whole
 from training import adamw_job, outcome, seeded_job, settings, snapshot
 from waiting import wait_for
@@ -79,7 +79,7 @@ def test_30_and_kill_and_resume_to_60_equals_60_straight(tmp_path):
         data=straight.data,
     )
     straight.run(60)
-    straight.guard.close()
+    close(straight.guard)
     wanted = outcome(straight)
     assert resumed["used"] == wanted["used"][30:]
     assert resumed["draws"] == wanted["draws"]
@@ -101,15 +101,15 @@ def test_a_resume_from_a_loader_is_exact(tmp_path, kind, workers):
     """
     straight = LoaderJob(tmp_path / "straight", kind, workers=workers)
     straight.run(20)
-    straight.guard.close()
+    close(straight.guard)
     wanted = straight.outcome()
     first = LoaderJob(tmp_path, kind, workers=workers, checkpoints={"every": 9})
     first.run(12)
-    first.guard.close()
+    close(first.guard)
     resumed = LoaderJob(tmp_path, kind, workers=workers, checkpoints={"every": 9})
     assert resumed.guard.step == 9
     resumed.run(20)
-    resumed.guard.close()
+    close(resumed.guard)
     assert_equal_but_for_the_start(resumed.outcome(), wanted, steps=9)
 
 

@@ -1,5 +1,6 @@
 """Where batches come from: real loaders, with workers that read ahead, go back to what was handed out."""
 
+import multiprocessing
 from itertools import islice
 
 import pytest
@@ -97,6 +98,16 @@ def test_who_looks_at_the_loader_meanwhile_moves_nothing():
     used = draw(source, 2)
     assert len(list(batches)) == 3
     assert used + draw(source, 8) == plain
+
+
+def test_a_closed_guard_has_no_workers(make_guard):
+    """They end with it, and do not wait for the garbage collector, in whose hands torch waits 5 s for each of them."""
+    before = set(multiprocessing.active_children())
+    job = make_guard(data=loader("index", workers=2))
+    job.guard.next_batch()
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    job.guard.close()
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("workers", [0, 2])

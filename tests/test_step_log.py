@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -123,8 +124,22 @@ def test_none_is_kept_where_none_is_wanted(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_that_writes_on_takes_nothing_away_in_between(tmp_path):
+    """Read a thousand times while the files begin anew every 400 steps: what is there follows without a gap."""
+    writing = threading.Thread(target=filled, args=(tmp_path, 20_000), kwargs={"keep": 400})
+    writing.start()
+    reads = 0
+    while writing.is_alive() or not reads:
+        steps = [line.step for line in read_steps(tmp_path)]
+        assert steps == list(range(steps[0], steps[-1] + 1)) if steps else True
+        reads += 1
+    writing.join()
+    assert reads >= 10
+
+
 _JOB = """
 import sys
+import threading
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from test_step_log import filled

@@ -1,5 +1,9 @@
 """Work with a time limit: its result, its error, or the end of waiting."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -20,3 +24,28 @@ def test_what_hangs_is_left_behind():
     with pytest.raises(TimeoutError, match=r"no answer within 0 s"):
         within(0.01, end.wait, 60.0)
     end.set()
+
+
+_STOPPED = """
+import time
+from trainer_plugin.checkpoints.time_limit import within
+
+def work():
+    print("begun", flush=True)
+    for _ in range(10):
+        time.sleep(0.05)
+    return "done"
+
+print(within(2.0, work))
+"""
+
+
+def test_a_machine_that_stood_still_is_no_disk_that_hangs():
+    """A process stopped for longer than the limit goes on as before: the time that it did not have does not count."""
+    process = subprocess.Popen([sys.executable, "-c", _STOPPED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2.3)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate(timeout=30.0)[0] == "done\n"

@@ -196,7 +196,11 @@ class Guard:
         """Finish writing, take the hooks off, and leave the run folder. Doing so twice changes nothing."""
         if not self._closed:
             self._closed = True
-            self._parts.close()
+            try:
+                self._parts.close()
+            finally:
+                if self._data is not None:
+                    self._data.close()
 
     def let_go(self) -> None:
         """In a forked child: the run is its parent's to close."""

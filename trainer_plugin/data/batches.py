@@ -165,6 +165,10 @@ class Data:
         self._drawn = deque((one for one in self._drawn if one.position < self.position), maxlen=_KEPT_POSITIONS)
         self._told = deque((one for one in self._told if one[0] < self.position), maxlen=_KEPT_TOLD)
 
+    def close(self) -> None:
+        """No batch is wanted any more."""
+        self._source.close()
+
     def _say_forward(self, wanted: int) -> None:
         if not self._forward_said:
             self._forward_said = True

@@ -69,6 +69,10 @@ class Source:
         except Exception as error:
             raise ValueError(f"data does not take the state that it was saved with: {error!r}") from error
 
+    def close(self) -> None:
+        """Let go of what is being read, now: the workers of a loader that the garbage collector finds end 5 s each."""
+        self._iterator = None
+
     def _go_to(self, state: Any) -> None:  # noqa: ANN401
         self._batches.load_state_dict(state)  # type: ignore[attr-defined]
 

@@ -1,7 +1,9 @@
 """A step in the flight recorder: one line of JSON, and the lines that a run's folder holds. No torch."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -46,19 +48,29 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def read_steps(run_folder: Path) -> list[StepLine]:
     """The steps that a run's recorder holds, in the order in which they were run; lines that are damaged are left out.
 
+    A job may be writing: both files are opened before either is read, so that one which begins anew meanwhile takes
+    away nothing in between.
+
     Raises:
         OSError: a file is there and cannot be read.
     """
-    lines = [line for name in NAMES for line in read_lines(run_folder / name)]
+    files: list[BinaryIO] = []
+    with ExitStack() as opened:
+        for name in NAMES:
+            with suppress(FileNotFoundError):
+                files.append(opened.enter_context((run_folder / name).open("rb")))
+        lines = [line for file in files for line in _decoded(file.read())]
     return sorted(lines, key=lambda line: line.steps_total)
 
 
 def read_lines(path: Path) -> list[StepLine]:
-    """The lines of one file that can be read."""
+    """The lines of one file that can be read; of none where there is no file."""
+    return _decoded(path.read_bytes()) if path.exists() else []
+
+
+def _decoded(content: bytes) -> list[StepLine]:
     lines: list[StepLine] = []
-    if not path.exists():
-        return lines
-    for line in path.read_bytes().splitlines():
+    for line in content.splitlines():
         try:
             one = msgspec.json.decode(line[:_MOST_LINE_BYTES], type=StepLine)
         except (msgspec.MsgspecError, RecursionError):
