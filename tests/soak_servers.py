@@ -32,6 +32,7 @@ DIFFERENT = {
     "TrainBudgetSpent": SERIES_FROM_ZERO,
     "TrainLossFrozen": "it stores twelve digits and misses a change in the last bit",
     "TrainAmpScaleRunaway": "it stores no NaN, and takes the value before for one scrape more",
+    "TrainGpuFault": "what one rule records, the next one reads an evaluation later; here three stand in a row",
 }
 
 
