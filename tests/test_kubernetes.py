@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+from copy import deepcopy
 from pathlib import Path
 
 import kubernetes_validate
@@ -128,6 +129,17 @@ def test_jobs_have_the_names_that_rules_ask_for(objects):
     assert asked <= set(given)
     assert {label["targetLabel"] for label in given["train"]["relabelings"]} == {"job", "run", "rank"}
     assert given["train"]["honorLabels"] is True
+
+
+def test_each_of_eight_ranks_in_a_pod_is_a_target_of_its_own(objects):
+    """One port and one `rank` each, of which only the first port of pod 0 is rank 0; all else is the same."""
+    endpoints = deepcopy(of_kind(objects, "PodMonitor")["training"]["spec"]["podMetricsEndpoints"])
+    assert [each["port"] for each in endpoints] == ["metrics", *(f"metrics-{number}" for number in range(1, 8))]
+    ranks = [each["relabelings"][-1] for each in endpoints]
+    assert [one.get("replacement", "$1") for one in ranks] == ["$1", *(f"$1.{number}" for number in range(1, 8))]
+    for rank, endpoint in zip(ranks, endpoints, strict=True):
+        rank.pop("replacement", None)
+        assert {**endpoint, "port": "metrics"} == endpoints[0]
 
 
 def test_monitors_find_the_pods(objects):
