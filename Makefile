@@ -9,8 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench bench-attribution bench-detect bench-partial bench-replay bench-checkpoints \
-	bench-ranks bench-rules bench-gpu gpu-check dashboards reference format venv tools tools-all clean
+.PHONY: help demo test soak check bench bench-attribution bench-detect bench-partial bench-recovery bench-replay \
+	bench-checkpoints bench-ranks bench-rules bench-gpu gpu-check dashboards reference format venv tools tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -54,6 +54,9 @@ bench-ranks: venv ## what the guard costs four ranks, FSDP2 over gloo; RANKS_ARG
 
 bench-rules: venv tools ## what the rules cost on a real Prometheus, and from condition to command; RULES_ARGS="--runs 8"
 	$(BIN)/python tests/bench/rules.py $(RULES_ARGS)
+
+bench-recovery: venv tools ## what each remedy saves of a run, ours and the peers'; hours, goes on where it was. RECOVERY_ARGS="--quick"
+	$(BIN)/python tests/bench/recovery.py $(RECOVERY_ARGS)
 
 bench-gpu: venv ## what reading GPUs costs, on a fake driver with 8 of them; needs gcc. BENCH_GPU_ARGS="--collections 100"
 	$(BIN)/python tests/bench/gpu.py $(BENCH_GPU_ARGS)

@@ -109,17 +109,22 @@ class MegatronSpiky:
 
 
 class ZClip:
-    """R5, ZClip: z above 2.5 of the gradient norm against an EMA of mean and variance, fed with the clipped value."""
+    """R5, ZClip: z above 2.5 of the gradient norm against an EMA of mean and variance, fed with the clipped value.
+
+    `limit` is what it clips the norm of the last step to, infinite where it did not fire.
+    """
 
     _ALPHA, _Z, _WARMUP = 0.97, 2.5, 25
 
     def __init__(self):
         self._first = []
         self._mean = self._variance = math.nan
+        self.limit = math.inf
 
     def fires(self, loss, grad_norm):
         """Judge a step."""
         del loss
+        self.limit = math.inf
         if len(self._first) < self._WARMUP:
             self._first.append(grad_norm)
             self._mean = _mean(self._first)
@@ -129,7 +134,9 @@ class ZClip:
         z = (grad_norm - self._mean) / (stddev + 1e-6)
         fired = z > self._Z
         # "Reciprocal" adaptive clipping: mean + z_thresh^2 / z deviations.
-        clipped = self._mean + self._Z**2 / z * stddev if fired else grad_norm
+        if fired:
+            self.limit = self._mean + self._Z**2 / z * stddev
+        clipped = min(grad_norm, self.limit)
         self._mean = self._ALPHA * self._mean + (1.0 - self._ALPHA) * clipped
         self._variance = self._ALPHA * self._variance + (1.0 - self._ALPHA) * (clipped - self._mean) ** 2
         return fired
