@@ -10,7 +10,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak check bench bench-attribution bench-detect bench-partial bench-recovery bench-replay \
-	bench-checkpoints bench-ranks bench-rules bench-gpu gpu-check dashboards reference format venv tools tools-all clean
+	bench-checkpoints bench-ranks bench-rules bench-fleet bench-gpu gpu-check dashboards reference format venv tools \
+	tools-all clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -57,6 +58,9 @@ bench-rules: venv tools ## what the rules cost on a real Prometheus, and from co
 
 bench-recovery: venv tools ## what each remedy saves of a run, ours and the peers'; hours, goes on where it was. RECOVERY_ARGS="--quick"
 	$(BIN)/python tests/bench/recovery.py $(RECOVERY_ARGS)
+
+bench-fleet: venv tools ## 8, 32 and 128 runs, 20 hurt at once: what reaches whose inbox, and when; half an hour
+	$(BIN)/python tests/bench/fleet.py $(FLEET_ARGS)
 
 bench-gpu: venv ## what reading GPUs costs, on a fake driver with 8 of them; needs gcc. BENCH_GPU_ARGS="--collections 100"
 	$(BIN)/python tests/bench/gpu.py $(BENCH_GPU_ARGS)
