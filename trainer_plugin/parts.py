@@ -244,10 +244,10 @@ class Parts:
         undo.callback(self.stop_signals.remove)
 
     def _open_scenes(self, model: nn.Module, factory: str) -> None:
-        """What keeps the evidence."""
         options = self.config.checkpoints
-        copies = options.scenes > 0 and self.ranks.alone and wants_weights(options.scene_weights, model)
-        self.recorder = Recorder(starts=options.scenes > 0, weights=StepWeights(model) if copies else None)
+        copies = wants_weights(options.scene_weights, model)
+        weights = StepWeights(model, late=not self.ranks.alone) if copies else None
+        self.recorder = Recorder(starts=options.scenes > 0, weights=weights)
         self.step_log = StepLog(self.folder.path, steps=self.config.recorder_steps, write=self.loop.write)
         self.overview = Overview(self.folder.path, write=self.loop.write)
         self.scenes = Scenes(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from trainer_plugin.checkpoints import manifest
 from trainer_plugin.checkpoints.assembly import Assembly
 from trainer_plugin.checkpoints.joint_plan import plan_of
-from trainer_plugin.checkpoints.manifest import METADATA, PLAIN, File, HashedFile, Manifest
+from trainer_plugin.checkpoints.manifest import METADATA, PLAIN, File, HashedFile, Manifest, plain_name
 from trainer_plugin.checkpoints.plain import decode_plain, encode_plain
 from trainer_plugin.checkpoints.retention import SaveEvery
 from trainer_plugin.checkpoints.shard_files import Reading, Wanted, write_metadata, write_pieces
@@ -270,7 +270,7 @@ class JointTier(Tier):
 
     @property
     def _plain_name(self) -> str:
-        return PLAIN if self._ranks.first else f"plain-{self._ranks.rank}.pt"
+        return plain_name(self._ranks.rank)
 
     def _plain_of(self, found: Manifest | None) -> str:
         """The file with this rank's plain values; the first rank's, where other ranks have saved."""

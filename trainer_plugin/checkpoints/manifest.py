@@ -179,6 +179,11 @@ def _faults(folder: Path, files: dict[str, File]) -> list[str]:
     return problems
 
 
+def plain_name(rank: int) -> str:
+    """The file with what a rank holds beside its tensors."""
+    return f"plain-{rank}.pt" if rank else PLAIN
+
+
 def unhashed(manifest: Manifest) -> list[str]:
     """The files that a restore would open although the manifest has no hash of them."""
     return sorted(({METADATA} if manifest.partial else {PLAIN, METADATA}) - manifest.files.keys())

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from trainer_plugin.checkpoints import manifest
-from trainer_plugin.checkpoints.manifest import PLAIN, Manifest
+from trainer_plugin.checkpoints.manifest import PLAIN, Manifest, plain_name
 from trainer_plugin.checkpoints.plain import decode_plain
 from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.tensor_files import read_tensors
@@ -19,7 +19,10 @@ from trainer_plugin.scenes.scene import Scene
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """What a step began with: its batches in their order, and the random state before the forward pass of each."""
+    """What a step began with: its batches in their order, and the random state before the forward pass of each.
+
+    Of several ranks: those of the first one, then those of the second one, and so on.
+    """
 
     rng: list[dict[str, Any]]
     batches: list[Any]
@@ -59,8 +62,8 @@ def read_material(folder: Path) -> Material:
     told = _told(folder, found)
     snapshot = read_state(folder, found)
     try:
-        stored = snapshot.plain["scene"]
-        begin, before = _begin(stored), _begin(stored.get("before", {"rng": [], "batches": []}))
+        stored = [snapshot.plain["scene"], *_of_others(folder, found)]
+        begin, before = _begin(stored), _begin([one.get("before", {"rng": [], "batches": []}) for one in stored])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}: {PLAIN} is not that of a scene") from error
     return Material(folder=folder, scene=told, snapshot=snapshot, begin=begin, before=before)
@@ -70,12 +73,11 @@ def read_state(folder: Path, found: Manifest) -> Snapshot:
     """The state in a folder, a checkpoint's or a scene's.
 
     Raises:
-        ValueError: it is damaged, or several ranks have written it.
+        ValueError: it is damaged.
         OSError: its files are as they were written, and no state.
     """
-    if found.ranks > 1:
-        raise ValueError(f"{folder}: of {found.ranks} ranks: only what one process has written can be replayed")
-    faults = [f"{folder}: no hash of {name}" for name in manifest.unhashed(found)] or manifest.faults(folder, found)
+    missing = {*manifest.unhashed(found), *map(plain_name, range(found.ranks))} - found.files.keys()
+    faults = [f"{folder}: no hash of {name}" for name in sorted(missing)] or manifest.faults(folder, found)
     if faults:
         raise ValueError("; ".join(faults))
     with as_no_state(folder):
@@ -99,5 +101,14 @@ def _told(folder: Path, found: Manifest) -> Scene:
     return told
 
 
-def _begin(stored: dict[str, Any]) -> Begin:
-    return Begin(rng=list(stored["rng"]), batches=list(stored["batches"]))
+def _of_others(folder: Path, found: Manifest) -> list[dict[str, Any]]:
+    """What the ranks but the first one have stored of the step."""
+    with as_no_state(folder):
+        return [decode_plain((folder / plain_name(rank)).read_bytes())["scene"] for rank in range(1, found.ranks)]
+
+
+def _begin(stored: list[dict[str, Any]]) -> Begin:
+    return Begin(
+        rng=[state for one in stored for state in one["rng"]],
+        batches=[batch for one in stored for batch in one["batches"]],
+    )

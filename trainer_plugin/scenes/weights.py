@@ -30,13 +30,14 @@ class StepWeights:
     """One copy of a model's state on the host, or two where steps are judged one late; their memory is used again.
 
     Only the steps of loops that let the guard hand out their batches: without those a step cannot be run again. On an
-    accelerator the copy goes beside forward and backward pass, in a stream of its own and into pinned memory.
+    accelerator the copy goes beside forward and backward pass, in a stream of its own and into pinned memory. `late`:
+    several ranks hear of an incident one boundary late, too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, late: bool = False) -> None:
         self._model = model
         self._names = frozenset(model.state_dict())
-        self._kept_steps = 2 if any(parameter.is_cuda for parameter in model.parameters()) else 1
+        self._kept_steps = 2 if late or any(parameter.is_cuda for parameter in model.parameters()) else 1
         self._now: dict[str, Tensor] | None = None
         self._past: deque[tuple[int, dict[str, Tensor]]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
