@@ -139,6 +139,14 @@ class Target:
         self._path.unlink(missing_ok=True)
 
 
+def remove_targets(runs: Path, run: str, *, from_rank: int) -> None:
+    """Remove the entries of ranks that a run does not have: those of a larger job, which was killed."""
+    for path in (runs / "targets").glob("*.json"):
+        rank = path.stem.removeprefix(f"{run}-")
+        if path.stem != rank and rank.isdigit() and int(rank) >= from_rank:
+            path.unlink(missing_ok=True)
+
+
 def _bind(handler: type[BaseHTTPRequestHandler], host: str, port: int) -> _Server | None:
     """The wanted port, else any free one, else none: a job must start without its metrics rather than not at all."""
     try:

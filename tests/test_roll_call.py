@@ -29,8 +29,9 @@ class Lines:
         """As the lines."""
         self.look = work
 
-    def send(self, kind, body=None):
+    def send(self, kind, body=None, *, at_once):
         """As the lines."""
+        assert at_once
         self.sent.append((kind, body))
 
 
@@ -100,6 +101,17 @@ def test_others_hear_who_is_missing(call):
     call.lines.hears["missing"](1, "rank 7 on x has died")
     call.wait(6, 1, 2)
     assert call.ended == ["rank 0 ends, as it cannot go on alone: rank 7 on x has died"]
+
+
+def test_a_job_that_was_suspended_goes_on(call):
+    """All ranks stood still for an hour: none was silent, and from then on they are heard again, or missed."""
+    call.wait(100, 1, 2)
+    call.clock.now += 3600.0
+    call.lines.look()
+    call.wait(9, 1)
+    assert call.ended == []
+    call.wait(8, 1)
+    assert "rank 2 on c is silent" in call.ended[0]
 
 
 def test_without_a_time_out_nobody_is_missed():

@@ -22,8 +22,8 @@ def open_folder(tmp_path):
     """A function that opens the folder of one run; what is left open is closed at the end."""
     folders = []
 
-    def open_folder() -> JobFolder:
-        folders.append(JobFolder(tmp_path / "runs", "tiny"))
+    def open_folder(**options) -> JobFolder:
+        folders.append(JobFolder(tmp_path / "runs", "tiny", **options))
         return folders[-1]
 
     yield open_folder
@@ -71,25 +71,36 @@ def test_an_unreadable_lock_that_is_held_is_a_lock_all_the_same(open_folder, tmp
 
 
 @pytest.mark.parametrize(
-    ("left", "refused"),
-    [(("far", 5, 0), True), (("far", 100, 0), False), (("far", 5, -3600), True), (("far", 100, 3600), False),
-     ((None, 5, 0), False)],
+    ("left", "waited", "refused"),
+    [(("far", 5, 0), 10, True), (("far", 5, 0), 55, False), (("far", 100, 0), 0, False), (("far", 5, -3600), 10, True),
+     (("far", 100, 3600), 0, False), ((None, 5, 0), 0, False)],
 )  # fmt: skip
-def test_a_lock_from_elsewhere_holds_while_its_heart_beats(open_folder, tmp_path, left, refused):
-    """A lock of another host, where flock may not reach, holds for a minute; one of this host only while it is held.
+def test_a_lock_from_elsewhere_holds_while_its_heart_beats(open_folder, tmp_path, left, waited, refused):
+    """A lock of another host, where flock may not reach, is waited for: it beats, or its job has died there.
 
-    The minute is the file system's: a clock that is an hour off neither holds a lock nor loses it.
+    A minute without a beat is death, by the file system's time: a clock that is an hour off neither holds a lock nor
+    loses it. One of this host holds only while it is held.
     """
-    folder = tmp_path / "runs" / "tiny"
-    folder.mkdir(parents=True)
+    lock = tmp_path / "runs" / "tiny" / "lock"
+    lock.parent.mkdir(parents=True)
     host, age, ahead = left
-    holder(folder / "lock", host=host or socket.gethostname(), age_seconds=age, ahead_seconds=ahead)
+    holder(lock, host=host or socket.gethostname(), age_seconds=age, ahead_seconds=ahead)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if refused and len(waits) == waited:
+            holder(lock, host="far", age_seconds=0, ahead_seconds=ahead)
+        else:
+            os.utime(lock, (lock.stat().st_mtime - seconds,) * 2)
+
     if refused:
         with pytest.raises(RunInUseError, match="process 4711 on far"):
-            open_folder()
+            open_folder(wait=wait)
     else:
-        open_folder()
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".lock")] == []
+        open_folder(wait=wait)
+    assert sum(waits) == pytest.approx(waited, abs=1.0)
+    assert [path.name for path in lock.parent.iterdir() if path.name.startswith(".lock")] == []
 
 
 def test_the_heartbeat_of_the_lock_goes_on(open_folder):

@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 import torch
 from loaders import Samples, indices, loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer_plugin.data.batches import Data, Quarantine
 from trainer_plugin.data.sampler import IndexSampler
@@ -202,3 +203,29 @@ def test_a_plain_loader_goes_on_forward():
     assert not source.rewindable
     assert source.state_dict() is None
     assert len(list(islice(iter(source.draw, None), 5))) == 5
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # What torchdata calls of torch.
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_each_epoch_of_a_distributed_sampler_has_an_order_of_its_own(stateful, own):
+    """The loop does not see where an epoch ends, and the sampler has to be told; a loop that tells it is left alone.
+
+    What goes back over the end of an epoch has the order of before.
+    """
+    dataset = Samples(20)
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=0)
+    kind = StatefulDataLoader if stateful else DataLoader
+    data = Data(kind(dataset, batch_size=2, sampler=sampler))
+    used = [indices(data.next_batch(step)[0]) for step in range(1, 4)]
+    state = data.state_dict()
+    used += [indices(data.next_batch(step)[0]) for step in range(4, 6)]
+    if own:
+        sampler.set_epoch(7)
+    later = [indices(data.next_batch(step)[0]) for step in range(6, 11)]
+    sampler.set_epoch(7 if own else 1)
+    assert [index for batch in later for index in batch] == list(sampler)
+    assert later != used
+    if stateful:
+        data.load_state_dict(state)
+        assert [indices(data.next_batch(step)[0]) for step in range(4, 6)] == used[3:]

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trainer_plugin.checkpoints.time_limit import within
+from trainer_plugin.checkpoints.time_limit import Disk, within
 
 
 def test_what_ends_in_time_gives_its_result_or_its_error():
@@ -26,9 +26,21 @@ def test_what_hangs_is_left_behind():
     end.set()
 
 
+def test_a_disk_that_hangs_is_asked_once():
+    """Whoever waits to be told is told at once from then on; a disk that merely fails is asked again."""
+    disk, end, asked = Disk("local", 0.01), threading.Event(), []
+    assert disk.ask_or_none(lambda: os.open("/nowhere", os.O_RDONLY)) is None
+    assert disk.ask_or_none(lambda: 3) == 3
+    assert disk.ask_or_none(end.wait) is None
+    with pytest.raises(TimeoutError, match="not answered before"):
+        disk.ask(lambda: asked.append(1))
+    assert asked == []
+    end.set()
+
+
 _STOPPED = """
 import time
-from trainer_plugin.checkpoints.time_limit import within
+from trainer_plugin.checkpoints.time_limit import Disk, within
 
 def work():
     print("begun", flush=True)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from trainer_plugin.checkpoints.layer_state import LayerState
 from trainer_plugin.checkpoints.set_aside import SetAside
@@ -100,11 +99,12 @@ class Actions:
     def _skip_batch(self, decision: Decision, _: Moment) -> Result:
         """Leave the suspect data out from now on; what was trained on them stays."""
         quarantine = self._suspect_data(decision.incident, decision.widen)
-        if self._data is None or quarantine is None:
+        if quarantine is None:
             # Nobody asked, and nothing is broken: no page for data that are the loop's own.
             outcome = "observed" if decision.source == "local" else "failed"
             return Result(outcome=outcome, detail="the data of that step are not known, or come no more")
-        self._data.quarantine = [*self._data.quarantine, quarantine]
+        if self._data is not None:
+            self._data.quarantine = [*self._data.quarantine, quarantine]
         return Result(
             outcome="done",
             detail=f"batches {quarantine.first} to {quarantine.last} are left out",
@@ -213,14 +213,17 @@ class Actions:
         return Result(outcome="failed", detail="; ".join(problems), stop=touched)
 
     def _suspect_data(self, incident: Incident, widen: int) -> Quarantine | None:
-        """The data that are suspect after a rollback; None where they are not known."""
-        if self._data is None:
-            return None
+        """The data that are suspect after a rollback; None where no rank knows any: not each of them must have data."""
         first, last = incident.first_step, incident.first_step
         if incident.id and incident.class_ != "bad_sample":
             first, last = first - SUSPECT_BEFORE_STEPS * widen, last + SUSPECT_AFTER_STEPS * widen
         reason = f"{incident.class_} at step {incident.first_step}"
-        suspect = partial(self._data.suspect, first, last, incident=incident.id, reason=reason)
+
+        def suspect() -> Quarantine | None:
+            if self._data is None:
+                return None
+            return self._data.suspect(first, last, incident=incident.id, reason=reason)
+
         known = self._ranks.gather(self._ranks.together(suspect))
         return merged([suspect for suspect in known if suspect is not None])
 

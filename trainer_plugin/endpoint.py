@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from exporter.page import Page
-from exporter.serving import MetricsServer, Target, local_address
+from exporter.serving import MetricsServer, Target, local_address, remove_targets
 from trainer_plugin.config import Config
 from trainer_plugin.metrics import Metrics
 from trainer_plugin.placement import Placement
@@ -46,6 +46,8 @@ class Endpoint:
         self._server = MetricsServer(self.page, host=config.metrics.host, port=wanted)
         self.port = self._server.port
         self._target: Target | None = None
+        if ranks.first:
+            remove_targets(Path(config.runs), config.run, from_rank=ranks.size)
         if self.port is None:
             return
         address = config.metrics.advertise or local_address(config.metrics.host, self.port)

@@ -173,10 +173,10 @@ class Guard:
         """
         parts = self._parts
         try:
+            if isinstance(parts.reader, SharedReader):
+                parts.reader.begin(self._told())  # First: whatever fails, the other ranks wait for this one's part.
             parts.schedule.mark()
             self._tell(sample_ids)
-            if isinstance(parts.reader, SharedReader):
-                parts.reader.begin(self._told())
             parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
         except RanksError:
             raise

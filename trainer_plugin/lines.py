@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 import msgspec
 
 from exporter.forks import let_go_in_children
-from trainer_plugin.ranks import Ranks
+from trainer_plugin.checkpoints.time_limit import within
+from trainer_plugin.ranks import Ranks, RanksError
 
 _log = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.5
@@ -28,10 +30,14 @@ class Lines:
     A message is a `kind`, and a `body` that JSON can hold. `on(kind, hear)` has `hear(rank, body)` called in the lines'
     own thread, which must not be kept waiting; `every` is called in it again and again. `open_to` are the ranks that
     have neither left nor died.
+
+    Raises:
+        RanksError: a rank has not come, or cannot reach the first one.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, meeting_seconds: float = 60.0) -> None:
         self._ranks = ranks
+        self._meeting_seconds = meeting_seconds
         self._lines: dict[int, Connection] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._hears: dict[str, Callable[[int, Any], None]] = {}
@@ -62,18 +68,26 @@ class Lines:
             self._thread = threading.Thread(target=self._run, name="rank-lines", daemon=True)
             self._thread.start()
 
-    def send(self, kind: str, body: Any = None) -> None:  # noqa: ANN401 - whatever JSON can hold
-        """To the first rank; from there, to all others. Whoever is gone does not hear it."""
+    def send(self, kind: str, body: Any = None, *, at_once: bool = False) -> None:  # noqa: ANN401 - what JSON can hold
+        """To the first rank; from there, to all others. Whoever is gone does not hear it.
+
+        With `at_once` neither does a rank that another message does not get through to: it may hang.
+        """
         message = msgspec.json.encode((kind, body))
         for rank, line in self._lines.items():
-            with self._locks[rank], suppress(OSError, ValueError):  # Whoever reads finds out.
-                line.send_bytes(message)
+            if not self._locks[rank].acquire(timeout=_WAIT_SECONDS if at_once else -1):
+                continue
+            try:
+                with suppress(OSError, ValueError):  # Whoever reads finds out.
+                    line.send_bytes(message)
+            finally:
+                self._locks[rank].release()
 
     def close(self) -> None:
         """Leave in order."""
         if self._lines and not self._over.is_set():
             self._over.set()
-            self.send("bye")
+            self.send("bye", at_once=True)
             self._thread.join(2.0 * _WAIT_SECONDS)
             self.let_go()
 
@@ -92,13 +106,28 @@ class Lines:
         if listener is None:
             # By torch's own convention MASTER_ADDR is where rank 0 is.
             host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", ranks.hosts[0])
-            self._lines[0] = Client((host, port), authkey=secret)
-            self._lines[0].send_bytes(msgspec.json.encode(ranks.rank))
-        else:
-            for _ in range(ranks.size - 1):
-                line = listener.accept()
-                self._lines[msgspec.json.decode(line.recv_bytes(), type=int)] = line
+            try:
+                self._lines[0] = Client((host, port), authkey=secret)
+                self._lines[0].send_bytes(msgspec.json.encode(ranks.rank))
+            except (OSError, EOFError, AuthenticationError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise RanksError(f"rank {ranks.rank} cannot reach rank 0 at {host}:{port}: {reason}") from error
+            return
+        try:
+            within(self._meeting_seconds, self._accept, listener)
+        except (OSError, EOFError, AuthenticationError) as error:
+            missing = next(rank for rank in range(1, ranks.size) if rank not in self._lines)
+            raise RanksError(
+                f"rank {missing} on {ranks.hosts[missing]} has not come to rank 0 at port {port}, by which the ranks "
+                f"hear of each other: {error}"
+            ) from error
+        finally:
             listener.close()
+
+    def _accept(self, listener: Listener) -> None:
+        for _ in range(self._ranks.size - 1):
+            line = listener.accept()
+            self._lines[msgspec.json.decode(line.recv_bytes(), type=int)] = line
 
     def _run(self) -> None:
         last = time.monotonic()

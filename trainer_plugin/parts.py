@@ -14,6 +14,7 @@ from trainer_plugin.actions import Actions, ClipLimit
 from trainer_plugin.checkpoints.assembly import Assembly
 from trainer_plugin.checkpoints.joint_tier import JointTier
 from trainer_plugin.checkpoints.layer_state import LayerState
+from trainer_plugin.checkpoints.manifest import WRITER
 from trainer_plugin.checkpoints.plain import encode_plain
 from trainer_plugin.checkpoints.proof import LossFn, Proof
 from trainer_plugin.checkpoints.set_aside import SetAside
@@ -79,6 +80,7 @@ class Parts:
         self._framework = framework
         self.ranks = ranks = Ranks.of(model)
         ranks.must_agree("guard.yaml", same_everywhere(config))
+        ranks.must_agree("version, resume or start_step", (WRITER, resume, start_step))
         # What is wrong with the training loop is told before anything is made.
         self.probe = make_probe(model, config, ranks)
         self.data = data
@@ -125,12 +127,9 @@ class Parts:
         """What has to be remembered, and who decides by it."""
         config = self.config
         self.checkpoints = Checkpoints(
-            config.checkpoints,
-            config.run,
-            on_failure=self._count_checkpoint_failure,
-            make_tier=self._make_tier,
+            config.checkpoints, config.run, on_failure=self._count_checkpoint_failure, make_tier=self._make_tier,
             ranks=self.ranks,
-        )
+        )  # fmt: skip
         self.checkpoints.open()
         state = self._run_state = self._last_state()
         self.folder.quarantine = self.ranks.from_first(self.folder.quarantine)

@@ -40,7 +40,7 @@ class RollCall:
         self._timeout_seconds = timeout_seconds
         self._end = end or _end
         self._clock = clock
-        self._beat_at = clock()
+        self._beat_at = self._looked_at = clock()
         self._heard_at = dict.fromkeys(lines.open_to, clock())
         self._missing: tuple[str, float] | None = None
         if timeout_seconds is not None:
@@ -51,9 +51,12 @@ class RollCall:
 
     def _look(self) -> None:
         limit_seconds = self._timeout_seconds or 0.0
+        stood_still_seconds, self._looked_at = self._clock() - self._looked_at, self._clock()
+        if stood_still_seconds > limit_seconds / 2.0:  # Suspended, with the whole job maybe: nobody could be heard.
+            self._heard_at = dict.fromkeys(self._heard_at, self._clock())
         if self._clock() - self._beat_at >= min(_MOST_BEAT_SECONDS, limit_seconds / 5.0):
             self._beat_at = self._clock()
-            self._lines.send("here")
+            self._lines.send("here", at_once=True)
         for rank in sorted(self._lines.open_to):
             silent_seconds = self._clock() - self._heard_at[rank]
             if silent_seconds > limit_seconds:
@@ -67,7 +70,7 @@ class RollCall:
         if self._missing is None:
             self._missing = who, self._clock()
             _log.critical("%s: no further step is possible; started again, the run goes on from its checkpoint", who)
-            self._lines.send("missing", who)
+            self._lines.send("missing", who, at_once=True)
 
 
 def _end(line: str) -> NoReturn:

@@ -58,10 +58,15 @@ class _Holder(msgspec.Struct, kw_only=True):
 
 
 class RunLock:
-    """One job per run folder: an advisory lock for this host, a heartbeat for the others."""
+    """One job per run folder: an advisory lock for this host, a heartbeat for the others.
 
-    def __init__(self, path: Path) -> None:
+    A holder on another host may have died a moment ago, and this be its restart: `wait` waits for so many seconds until
+    its heart beats, or is still for a minute.
+    """
+
+    def __init__(self, path: Path, *, wait: Callable[[float], object] = time.sleep) -> None:
         self._path = path
+        self._wait = wait
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             self._acquire()
@@ -77,10 +82,23 @@ class RunLock:
         except BlockingIOError:
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise RunInUseError(f"run folder {self._path.parent} is in use by {who}") from None
-        elsewhere = holder is not None and holder.host != socket.gethostname()
-        if holder is not None and elsewhere and self._heartbeat_age_seconds() < _STALE_LOCK_SECONDS:
-            raise RunInUseError(f"run folder {self._path.parent} is in use by process {holder.pid} on {holder.host}")
+        if holder is not None and holder.host != socket.gethostname():
+            self._outlast(holder)
         self.beat()
+
+    def _outlast(self, holder: _Holder) -> None:
+        who = f"process {holder.pid} on {holder.host}"
+        said = False
+        while (age_seconds := self._heartbeat_age_seconds()) < _STALE_LOCK_SECONDS:
+            if not said:
+                said = True
+                _log.warning("run folder %s: was in use by %s %.0f s ago: waiting", self._path.parent, who, age_seconds)
+            self._wait(1.0)
+            now = self._holder()
+            if now is None:
+                return
+            if now != holder:
+                raise RunInUseError(f"run folder {self._path.parent} is in use by process {now.pid} on {now.host}")
 
     def let_go(self) -> None:
         """In a forked child: a worker that outlives its killed parent must not keep the folder locked."""
@@ -132,7 +150,7 @@ class JobFolder:
     state: RunState | None
     quarantine: list[Quarantine]
 
-    def __init__(self, runs: Path, run: str, *, own: bool = True) -> None:
+    def __init__(self, runs: Path, run: str, *, own: bool = True, wait: Callable[[float], object] = time.sleep) -> None:
         folder = RunFolder(runs, run)
         self.path = folder.path
         self.inbox = folder.inbox
@@ -142,7 +160,7 @@ class JobFolder:
             return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.lock = RunLock(self.path / "lock")
+            self.lock = RunLock(self.path / "lock", wait=wait)
         except OSError as error:
             raise type(error)(f"run folder {self.path} cannot be written: {error.strerror}") from error
         try:

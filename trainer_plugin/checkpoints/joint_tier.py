@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from trainer_plugin.checkpoints.retention import SaveEvery
 from trainer_plugin.checkpoints.shard_files import Reading, Wanted, write_metadata, write_pieces
 from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.tier import PART, Tier, as_no_state
-from trainer_plugin.checkpoints.time_limit import patience, within
+from trainer_plugin.checkpoints.time_limit import Disk, patience
 from trainer_plugin.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -65,35 +66,43 @@ class JointTier(Tier):
     def open(self) -> None:
         """As of one process. Which ranks see one folder is found out by what they see in it."""
         ranks = self._ranks
+        disk = Disk(self.name, self._hang_seconds)
         mark = self.folder / f".rank-{ranks.rank}"
 
         def make() -> None:
             self._open_folder()
             mark.touch()
 
+        def see() -> list[int]:
+            return [rank for rank in range(ranks.size) if mark.with_name(f".rank-{rank}").exists()]
+
         error: OSError | None = None
         try:
-            ranks.together(within, self._hang_seconds, make)
+            ranks.together(disk.ask, make)
         except OSError as raised:
             error = raised
-        seen = [rank for rank in range(ranks.size) if rank == ranks.rank or mark.with_name(f".rank-{rank}").exists()]
-        everyone = ranks.gather(tuple(seen))
-        mark.unlink(missing_ok=True)
+        everyone = ranks.gather(tuple(sorted({ranks.rank, *(disk.ask_or_none(see) or ())})))
+        disk.ask_or_none(partial(mark.unlink, missing_ok=True))
         self._sharers, self._leads = everyone[ranks.rank], min(everyone[ranks.rank]) == ranks.rank
         self._leaders = tuple(sorted({min(sharers) for sharers in everyone}))
         self.one_folder = len(self._leaders) == 1
         ranks.gather(None)  # All marks are off before anything is written.
-        if self._leads and self._readable:
-            self._find()
+        here: list[str] = []
+        try:
+            here = ranks.together(disk.ask, self._find_here)
+        except OSError as raised:
+            error = error or raised
         # Of a host that has lost its parts, or is a new one, they can be had from the other tier.
-        names = set.intersection(*(set(theirs) for theirs in ranks.gather(self._names_here())))
+        names = set.intersection(*(set(theirs) for theirs in ranks.gather(here)))
         found = {name: known for name, known in self.whole.items() if self.one_folder or name in names}
         self.whole, self.left_alone = ranks.from_first((found, self.left_alone))
         if error is not None:
             raise error
 
-    def _names_here(self) -> list[str]:
-        """The checkpoints that this rank sees."""
+    def _find_here(self) -> list[str]:
+        """The checkpoints that this rank sees; the lowest one of a folder looks into them."""
+        if self._leads and self._readable:
+            self._find()
         return [path.parent.name for path in self.folder.glob(f"step-*/{manifest.NAME}")]
 
     def write(self, snapshot: Snapshot, draft: Manifest) -> Manifest:

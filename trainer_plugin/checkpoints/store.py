@@ -213,6 +213,8 @@ class Checkpoints:
         source = ranks.together(found)
         degraded = self._mend(checkpoint, source, good, hung, seconds)
         held = self._slots.find(name)
+        if not all(ranks.gather(held is not None)):  # A rank may have left out a save that others copied.
+            held = None
         snapshot, told = held or ranks.together(within, seconds, source.read, name), source.name
         if held is not None:  # Its plain half as a copy: whoever takes it up may keep it, and change it.
             snapshot, told = replace(held, plain=plain_copy(held.plain)), "memory"

@@ -147,7 +147,7 @@ class Data:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the source's own state where it has one."""
-        return {"position": self.position, "source": self._source.state_dict()}
+        return {"position": self.position, "source": self._source.state_dict(), "epoch": self._source.epoch}
 
     def load_state_dict(self, state: dict[str, Any], *, split_anew: bool = False) -> None:
         """Go back to a state; a source that cannot goes on where it is, and its position with it.
@@ -160,7 +160,7 @@ class Data:
         if not self.rewindable or state["source"] is None or (split_anew and not self._source.splits_anew):
             self._say_forward(state["position"])
             return
-        self._source.load_state_dict(state["source"])
+        self._source.load_state_dict(state["source"], epoch=state.get("epoch"))
         self.position = state["position"]
         self._drawn = deque((one for one in self._drawn if one.position < self.position), maxlen=_KEPT_POSITIONS)
         self._told = deque((one for one in self._told if one[0] < self.position), maxlen=_KEPT_TOLD)

@@ -24,6 +24,8 @@ class Source:
         self.rewindable = _has_state(batches)
         self._batches = batches
         self._iterator: Iterator[Any] | None = None
+        self._shuffler = _shuffler_of(batches)
+        self._epoch_begun: int | None = None
 
     def draw(self) -> tuple[Any, Places | None]:
         """The next batch and, where that is known, the places of its samples.
@@ -54,13 +56,20 @@ class Source:
         """Where it is, if it can come back there."""
         return self._batches.state_dict() if self.rewindable else None  # type: ignore[attr-defined]
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401
-        """Go to where it was.
+    @property
+    def epoch(self) -> int | None:
+        """The number by which a sampler such as the `DistributedSampler` shuffles, where there is one."""
+        return None if self._shuffler is None else int(self._shuffler.epoch)
+
+    def load_state_dict(self, state: Any, *, epoch: int | None = None) -> None:  # noqa: ANN401
+        """Go to where it was, in the order of that `epoch`.
 
         Raises:
             ValueError: it is no state of this source's.
         """
         self._iterator = None  # First: the workers of a loader end with it.
+        if self._shuffler is not None and epoch is not None:
+            self._shuffler.set_epoch(epoch)
         try:
             self._go_to(state)
             # Now, and not when a batch is wanted: here a loader draws its workers' seed from torch's generator, which
@@ -78,6 +87,7 @@ class Source:
 
     def _begin(self) -> None:
         """Begin an epoch, or what is left of one."""
+        self._epoch_begun = self.epoch
         self._iterator = iter(self._batches)
 
     def _follow(self) -> Places | None:
@@ -85,7 +95,10 @@ class Source:
         return None
 
     def _end_epoch(self) -> None:
-        """An epoch has ended."""
+        """An epoch has ended: the next one has another order. A loop that sees to that itself is not disturbed."""
+        epoch = self.epoch
+        if epoch is not None and epoch == self._epoch_begun:
+            self._shuffler.set_epoch(epoch + 1)
 
 
 class SampledSource(Source):
@@ -156,6 +169,15 @@ def source_of(batches: Iterable[Any]) -> Source:
     if not getattr(batches, "in_order", True):
         raise ValueError("a loader with in_order=False hands out batches in an order that cannot be gone back in")
     return SampledSource(batches, sampler)
+
+
+def _shuffler_of(batches: object) -> Any:  # noqa: ANN401 - a sampler
+    """What has to be told of each epoch, or has the order of the first one in all."""
+    batch_sampler = getattr(batches, "batch_sampler", None)
+    for one in (getattr(batches, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if callable(getattr(one, "set_epoch", None)) and isinstance(getattr(one, "epoch", None), int):
+            return one
+    return None
 
 
 def _has_state(batches: object) -> bool:

@@ -115,7 +115,7 @@ class SharedProbe(Probe):
         limit = torch.where(total > surge_above, surge_clip, max_norm)
         clip = torch.clamp((total + 1e-6).reciprocal() * limit, max=1.0)
         coefficient = torch.where(finite, clip * weight, 1.0).float()
-        if not self._torchs_clip:
+        if not (self._torchs_clip and self._torch_can_clip()):
             scale_all(gradients, coefficient)
         elif limits.max_norm < math.inf and not any(held.is_sparse for held in named.values()):
             nn.utils.clip_grad_norm_(self.parameters.values(), limits.max_norm)
@@ -145,6 +145,11 @@ class SharedProbe(Probe):
         """As of one process, of what this rank holds."""
         held = {**self.parameters, **self._finite_buffers}
         return [name for name, tensor in held.items() if not is_finite(local(tensor))]
+
+    def _torch_can_clip(self) -> bool:
+        """Whether these gradients are all alike: torch refuses sharded ones beside whole ones, or on several meshes."""
+        held = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return len({getattr(gradient, "device_mesh", None) for gradient in held}) <= 1
 
     def _losses(self, loss: Tensor | None, told: Told, device: torch.device) -> Tensor:
         """`[loss, losses, loss x tokens, tokens, losses with tokens, samples]` of this rank."""
