@@ -5,9 +5,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_nvml import FakeDriver, Shown, exporter_on, h100s
+from fake_nvml import FakeDriver, Shown, exporter_on
 from test_gpu_collector import open_files, resident_bytes
 from waiting import wait_for
+
+from trainer_plugin.faults.driver import h100s
 
 pytestmark = pytest.mark.soak
 

@@ -22,7 +22,10 @@ checkpoints: {local: checkpoints/local, shared: checkpoints/shared, every: 1000,
 """
 MISTAKES = [
     ({"rn": "a"}, "unknown field `rn`; known are run, runs, mode, metrics, detection, actions, budget, checkpoints"),
-    ({"metrics": {"prt": 1}}, "unknown field `prt`; known are host, port, advertise, layers_every, activations "),
+    (
+        {"metrics": {"prt": 1}},
+        "`prt`; known are host, port, advertise, layers_every, activations, gpu_uuid (in `metrics`)",
+    ),
     ({"run": 7}, "`run`: Expected `str`, got `int`, found 7"),
     ({"metrics": {"port": "x"}}, "`metrics.port`: Expected `int`, got `str`, found 'x'"),
     ({"detection": {"window": 2.5}}, "`detection.window`: Expected `int`, got `float`, found 2.5"),
@@ -38,6 +41,8 @@ MISTAKES = [
     ),
     ({"run": "a/b"}, "`run` must be letters, digits, '.', '_' or '-', found 'a/b'"),
     ({"metrics": {"port": 65_536}}, "`metrics`: `port` must be between 0 and 65535, found 65536"),
+    ({"metrics": {"gpu_uuid": "0"}}, "`metrics`: `gpu_uuid` must be GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx in small"),
+    ({"metrics": {"gpu_uuid": "GPU-8F6A0B1C-1111-2222-3333-444444444444"}}, "letters, found 'GPU-8F6A0B1C-"),
     ({"detection": {"window": 0}}, "`detection`: `window` must be at least 1, found 0"),
     ({"detection": {"sustained_steps": 0}}, "`sustained_steps` must be at least 1, found 0"),
     ({"detection": {"warmup_steps": -1}}, "`warmup_steps` must be at least 0, found -1"),

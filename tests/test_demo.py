@@ -1,14 +1,17 @@
 """Tests of the demo's command line: bad input is one line, exit code 2, and nothing half-made."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from exporter.commands import Inbox
+from exporter.commands import Command, Inbox
 from trainer_plugin.__main__ import cli
 from trainer_plugin.demo.job import _schedule
-from trainer_plugin.demo.run import _config, tell_of_xid
+from trainer_plugin.demo.machine import LONGEST_WAIT_SECONDS, FakeMachine, PlayedMachine, find_driver
+from trainer_plugin.demo.run import _config
 from trainer_plugin.demo.scenarios import SCENARIOS
+from trainer_plugin.faults.driver import uuid
 from trainer_plugin.faults.table import RIGHT
 from trainer_plugin.run_folder import JobFolder
 
@@ -141,7 +144,7 @@ def test_scenarios_want_what_the_table_of_faults_calls_right():
     }  # fmt: skip
     for scenario in SCENARIOS.values():
         if scenario.fault is not None:
-            kind = "xid" if scenario.name == "hardware" else scenario.fault
+            kind = "xid" if scenario.breaks_gpu else scenario.fault
             assert scenario.class_ in RIGHT[kind].classes
 
 
@@ -149,7 +152,58 @@ def test_the_played_note_says_which_gpu_rank_and_host(tmp_path):
     """Without a GPU the demo puts what TrainGpuFault leads to into the inbox, and says that it was the demo."""
     inbox = Inbox(tmp_path)
     inbox.create()
-    tell_of_xid(tmp_path, 600)
+    PlayedMachine(tmp_path, lambda: 600).fail(0, 79)
     (command,) = inbox.waiting()
     assert (command.action, command.alert, command.by, command.step) == ("note", "TrainGpuFault", "demo", 600)
-    assert "rank 0 on GPU-00000000-1111-2222-3333-444444444444, GPU 0 of node-1, last XID 79" in command.reason
+    assert f"rank 0 on {uuid(0)}, GPU 0 of node-1, last XID 79" in command.reason
+
+
+class Failing:
+    """A driver that is told of an XID, and the alert that comes of it after so many looks."""
+
+    def __init__(self, inbox: Inbox, alert: str, *, after_looks: int) -> None:
+        self.inbox, self.alert, self.looks_left = inbox, alert, after_looks
+        self.failed, self.now = [], 100.0
+        inbox.create()
+
+    def fail(self, gpu, xid):
+        """As the fake driver's own."""
+        self.failed.append((gpu, xid))
+
+    def sleep(self, seconds):
+        """Time goes on, and at last the alert comes."""
+        self.now += seconds
+        self.looks_left -= 1
+        if self.looks_left == 0:
+            note = {"run": "demo", "action": "note", "source": "alert", "received": 1.0}
+            self.inbox.put(Command(id="a1", alert=self.alert, **note))
+
+
+@pytest.mark.parametrize(
+    ("alert", "looks", "seconds", "end"),
+    [
+        ("TrainGpuFault", 30, 3.0, "TrainGpuFault is in the inbox after 3.0 s"),
+        ("TrainGpuFault", 10_000, LONGEST_WAIT_SECONDS, "no TrainGpuFault has come after 60."),
+        ("TrainLossSpike", 30, LONGEST_WAIT_SECONDS, "no TrainGpuFault has come after 60."),
+    ],
+)
+def test_the_training_waits_for_the_alert_and_not_for_ever(tmp_path, alert, looks, seconds, end):
+    """The step goes on when that alert is there, or when its time is over; a line says so."""
+    inbox, told = Inbox(tmp_path), []
+    driver = Failing(inbox, alert, after_looks=looks)
+    FakeMachine(driver, inbox, told.append, clock=lambda: driver.now, sleep=driver.sleep).fail(1, 79)
+    assert driver.failed == [(1, 79)]
+    assert driver.now - 100.0 == pytest.approx(seconds, abs=0.2)
+    assert uuid(1) in told[0]
+    assert end in told[1]
+
+
+def test_without_a_compiler_the_demo_says_so_and_has_no_driver(tmp_path, monkeypatch, capsys):
+    """Where nothing compiles there is no fake driver, no folder of it, and one line with the reason."""
+    pytest.importorskip("pynvml")
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    assert find_driver(tmp_path / "driver") is None
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1
+    assert "neither cc nor gcc" in told
+    assert not (tmp_path / "driver").exists()

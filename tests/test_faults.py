@@ -11,6 +11,7 @@ from torch import nn
 
 from exporter.catalog import CLASSES
 from trainer_plugin.faults import Faults
+from trainer_plugin.faults.links import FakeLinks
 from trainer_plugin.faults.table import RIGHT, Kind
 
 
@@ -272,15 +273,46 @@ def test_weights_get_noise_of_their_own_size(model):
 
 
 def test_slowness_and_the_machines_word(model):
-    """A slow step and a late batch wait by the clock that was given; an XID is told by whoever can make it so."""
-    slept, told = [], []
+    """A slow step and a late batch wait by the clock that was given; driver and links are told, and counted."""
+    slept, links = [], FakeLinks("node-1")
+    driver = Told()
     faults = Faults(sleep=slept.append).slow_rank(at=0, seconds=2.0).stalled_loader(at=1, seconds=3.0)
-    faults.xid(at=0, tell=lambda: told.append("xid")).ecc(at=0, tell=lambda: told.append("ecc"))
-    faults.network_errors(at=0, tell=lambda: told.append("links"))
+    faults.xid(at=0, driver=driver, gpu=1).xid(at=0, driver=driver, xid=48).ecc(at=0, driver=driver, gpu=2, steps=2)
+    faults.network_errors(at=0, links=links)
     faults.on_data(0, *batch())
-    faults.on_forward(model)
+    for _ in range(3):
+        faults.on_forward(model)
     faults.on_data(1, *batch())
-    assert (slept, told) == ([2.0, 3.0], ["xid", "ecc", "links"])
+    assert slept == [2.0, 3.0]
+    assert driver.told == [("xid", 1, 79), ("xid", 0, 48), ("ecc", 2), ("ecc", 2)]
+    assert b"} 1\n" in links.render(frozenset({"node_infiniband_link_downed_total"}))
+    assert faults.fired == {"slow_rank": 1, "stalled_loader": 1, "xid": 2, "ecc": 2, "network_errors": 1}
+
+
+class Told:
+    """A driver that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told = []
+
+    def fail(self, gpu, xid):
+        """An XID."""
+        self.told.append(("xid", gpu, xid))
+
+    def count_ecc(self, gpu):
+        """An ECC error."""
+        self.told.append(("ecc", gpu))
+
+
+def test_links_show_what_the_rule_joins():
+    """The page has the host's name and a counter that is 0 from the beginning; a scrape may ask for one family."""
+    links = FakeLinks("node-1")
+    name = "node_infiniband_link_downed_total"
+    downed = f'# TYPE {name} counter\n{name}{{device="mlx5_0",port="1"}} '
+    host = '# TYPE node_uname_info gauge\nnode_uname_info{nodename="node-1"} 1\n'
+    assert links.render().decode() == f"{host}{downed}0\n"
+    links.fail()
+    assert links.render(frozenset({name})).decode() == f"{downed}1\n"
 
 
 def test_every_kind_of_fault_has_a_right_class_and_a_method():

@@ -4,12 +4,13 @@ import os
 import types
 
 import pytest
-from fake_nvml import FakeDriver, h100s, uuid, worker_on
+from fake_nvml import FakeDriver, worker_on
 
 from exporter.gpu.collector import Collector
 from exporter.gpu.driver import Driver, DriverGoneError
 from exporter.gpu.families import METRICS
 from exporter.gpu.xids import Xids
+from trainer_plugin.faults.driver import h100s, uuid
 
 NOT_SUPPORTED, LOST, MISMATCH, UNKNOWN = 3, 15, 18, 999
 SENTINELS = [9223372036854775792, 9223372036854775794, 2147483632, 2**64 - 1]

@@ -5,10 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_nvml import ROOT, FakeDriver, h100s
+from fake_nvml import ROOT, FakeDriver
 from test_gpu_collector import Binding, NVMLError, refuse
 
 from exporter.gpu.driver import AbsentError, Driver, DriverGoneError, LostError, explained
+from trainer_plugin.faults.driver import h100s
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ import time
 
 import httpx
 import pytest
-from fake_nvml import FakeDriver, Shown, exporter_on, h100s
+from fake_nvml import FakeDriver, Shown, exporter_on
 from waiting import wait_for
 
 from exporter.__main__ import cli
 from exporter.config import Address, Config, Gpu
 from exporter.gpu.endpoint import GpuEndpoint, is_wanted
+from trainer_plugin.faults.driver import h100s
 
 
 def read(url: str) -> Shown:

@@ -2,9 +2,10 @@
 
 import os
 
-from fake_nvml import FakeDriver, h100s, worker_on
+from fake_nvml import FakeDriver, worker_on
 
 from exporter.gpu.jobs import read_jobs
+from trainer_plugin.faults.driver import h100s
 
 POD = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
 NOTHING = {"hpc_job": "", "pod_uid": "", "rank": ""}

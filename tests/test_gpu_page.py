@@ -8,10 +8,11 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from fake_nvml import FakeDriver, Shown, h100s
+from fake_nvml import FakeDriver, Shown
 from waiting import wait_for
 
 from exporter.gpu.page import GpuPage
+from trainer_plugin.faults.driver import h100s
 
 MISMATCH = 18
 

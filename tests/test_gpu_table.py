@@ -4,13 +4,14 @@ import re
 import subprocess
 
 import pytest
-from fake_nvml import H100, FakeDriver, Worker, h100s, uuid, worker_on
+from fake_nvml import FakeDriver, Worker, worker_on
 from test_rules import RULES
 from tools import find_tool
 
 from exporter.gpu.families import METRICS
 from exporter.gpu.table import FIELDS, PROFILES, TABLE
 from exporter.gpu.xids import FAULTS
+from trainer_plugin.faults.driver import H100, h100s, uuid
 
 MIB = 1024 * 1024
 # By name, from the scenario's raw numbers: what NVML says in mW, bytes or per cent is W, MiB or a ratio here.

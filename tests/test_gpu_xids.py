@@ -1,8 +1,9 @@
 """XIDs: each event counted once by what it speaks of, whatever else happens, and remembered from process to process."""
 
-from fake_nvml import FakeDriver, h100s, uuid, worker_on
+from fake_nvml import FakeDriver, worker_on
 
 from exporter.gpu.xids import CLASSES, FAULTS, MESSAGES, class_of
+from trainer_plugin.faults.driver import h100s, uuid
 
 
 def count(shown, name: str, gpu: str = "0") -> float | None:

@@ -35,7 +35,8 @@ ORDER = (
     # Torch, and no policy.
     "ranks", "lines", "roll_call", "step.row", "step.norms", "step.probe", "step.shared_probe", "step.untraced",
     "step.layer_signals", "step.shared_layers", "step.accumulation", "step.unscaling", "step.shield",
-    "learning_rate", "schedule", "faults.table", "faults.damage", "faults.plan", "faults.injector",
+    "learning_rate", "schedule", "faults.table", "faults.damage", "faults.driver", "faults.links",
+    "faults.plan", "faults.injector",
     "placement", "checkpoints.places", "checkpoints.plain", "checkpoints.rng",
     "checkpoints.proof", "checkpoints.snapshot", "checkpoints.state", "checkpoints.layer_state", "checkpoints.slots",
     "checkpoints.tensor_files", "checkpoints.shard_files", "checkpoints.tier", "checkpoints.assembly",

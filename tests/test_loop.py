@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from trainer_plugin.demo.text import Corpus
 from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.faults import Faults
+from trainer_plugin.faults.driver import uuid
 from trainer_plugin.metrics import Metrics
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
@@ -115,6 +117,33 @@ def test_each_scenario_heals_and_is_called_by_its_name(tmp_path, scenario, class
     if scenario == "hardware":
         assert "lower_lr" not in actions
         assert "TrainGpuFault: 1 of its GPUs report a fault: rank 0 on GPU-00000000" in evidence
+
+
+def test_a_gpu_that_falls_off_the_bus_is_told_by_the_driver(tmp_path):
+    """XID 79 by a fake driver, and all after it real: exporter, rule, delivery, evidence, a rollback, no lower rate."""
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        pytest.skip("no C compiler here, by which the fake driver is built")
+    out = tmp_path / "out"
+    result = run_demo("--scenario", "hardware", "--steps", "1200", out=out)
+
+    words = (
+        "Run demo: 1 of its GPUs report a fault (XID, uncorrected ECC error, rows that can't be remapped, lost, or a "
+        f"recovery that the driver asks for): rank 0 on {uuid(0)}, GPU 0 of {socket.gethostname()}, last XID 79."
+    )
+    assert result["pages"]["TrainGpuFault"] == words
+    assert f"TrainGpuFault: {words}" in (out / "report.txt").read_text()
+    notes = [json.loads(line) for line in (out / "runs/demo/incidents.jsonl").read_text().splitlines()]
+    (note,) = [one for one in notes if one["kind"] == "action" and one["action"] == "note"]
+    assert (note["source"], note["alert"], note["outcome"], note["detail"]) == ("alert", "TrainGpuFault", "done", words)
+    incident = result["incidents"][0]
+    assert incident["class"] == "hardware"
+    assert [line for line in incident["evidence"] if line.endswith(f": TrainGpuFault: {words}")]
+    assert all(one["healed"] for one in result["incidents"])
+    remedies = [(r["action"], r["outcome"]) for one in result["incidents"] for r in one["remedies"]]
+    assert ("rollback", "done") in remedies
+    assert "lower_lr" not in [action for action, _ in remedies]
+    assert result["rollbacks"][0]["to_step"] < result["fault"]["first_step"]
+    assert f"gpu_uuid: {uuid(0)}" in (out / "guard.yaml").read_text()
 
 
 def test_a_clean_run_is_left_alone(tmp_path):

@@ -1,8 +1,10 @@
 """The comparison with nvidia-smi of `make gpu-check`, on what nvidia-smi would say of the fake driver."""
 
 import pytest
-from fake_nvml import FakeDriver, h100s, uuid, worker_on
+from fake_nvml import FakeDriver, worker_on
 from nvidia_smi import QUERY, differences
+
+from trainer_plugin.faults.driver import h100s, uuid
 
 AGREED = {
     "uuid": uuid(0), "name": "NVIDIA H100 80GB HBM3", "pci.bus_id": "00000000:0A:00.0", "temperature.gpu": "62",

@@ -22,6 +22,14 @@ def test_a_model_without_parameters_or_on_meta_has_no_gpu():
     assert _gpu_uuid(torch.device("cpu")) == ""
 
 
+def test_the_gpu_may_be_told(make_guard):
+    """A UUID in the options takes the place of what torch says, and is what the page shows."""
+    told = "GPU-8f6a0b1c-1111-2222-3333-444444444444"
+    assert placement_of(nn.Linear(2, 2), told).gpu_uuid == told
+    page = make_guard(metrics={"port": 0, "gpu_uuid": told}).guard.page.render().decode()
+    assert f'train_rank_info{{run="tiny",rank="0",UUID="{told}",Hostname="{socket.gethostname()}"}} 1.0\n' in page
+
+
 def test_the_rank_is_on_the_page(make_guard):
     """Each rank tells where it runs, as one series that its GPU's can be joined to."""
     page = make_guard().guard.page.render().decode()

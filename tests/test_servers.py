@@ -31,10 +31,10 @@ def start(tmp_path):
     """Start a Python process as a server; every one is killed after the test."""
     started = []
 
-    def start(code, address=None):
+    def start(code, address=None, environment=None):
         address = address or free_addresses(1)[0]
         command = [sys.executable, "-c", code, address.rpartition(":")[2]]
-        started.append(Process("thing", command, address, tmp_path / "thing.log"))
+        started.append(Process("thing", command, address, tmp_path / "thing.log", environment=environment))
         return started[-1]
 
     yield start
@@ -91,6 +91,21 @@ def test_job_with_foreign_targets_is_left_out(tmp_path):
     assert prometheus_config(config, tmp_path, tmp_path, "1s", "1s")["scrape_configs"] == []
 
 
+def test_a_job_for_gpus_is_there_where_they_are_served(tmp_path):
+    """The shipped job for GPUs is taken over where the receiver shows a fake driver's, at its address, and else not."""
+    original = shipped("prometheus.yml")
+    for name in original["rule_files"]:
+        (tmp_path / name).touch()
+    addresses = ADDRESSES | {"gpu": "127.0.0.1:4444"}
+    with_gpus, without = (
+        readdressed(prometheus_config(original, tmp_path, tmp_path, "1s", "1s", served=served), addresses)
+        for served in (addresses, ADDRESSES)
+    )
+    targets = {job["job_name"]: job.get("static_configs") for job in with_gpus["scrape_configs"]}
+    assert targets.pop("gpu") == [{"targets": ["127.0.0.1:4444"]}]
+    assert targets.keys() == {job["job_name"] for job in without["scrape_configs"]}
+
+
 def test_missing_rule_file_is_named(tmp_path):
     """A rule file that is not there is an error, since Prometheus would run without it in silence."""
     config = {"global": {}, "rule_files": ["nowhere.yml"], "scrape_configs": []}
@@ -113,6 +128,14 @@ def test_server_that_ends_is_reported_with_its_last_words(start):
     process = start("print('first'); print('no such file: x.yml'); print(); raise SystemExit(3)")
     with pytest.raises(RuntimeError, match=r"thing ended with exit code 3: no such file: x\.yml$"):
         process.wait_ready(time.monotonic() + 5)
+
+
+def test_a_server_has_the_environment_that_it_is_given(start):
+    """What a fake driver is found by is told to that process alone."""
+    code = "import os; raise SystemExit(os.environ['FAKE_NVML'])"
+    with pytest.raises(RuntimeError, match=r"ended with exit code 1: a scenario$"):
+        start(code, environment=os.environ | {"FAKE_NVML": "a scenario"}).wait_ready(time.monotonic() + 5)
+    assert "FAKE_NVML" not in os.environ
 
 
 def test_server_that_never_answers_is_reported_with_its_last_words(start):

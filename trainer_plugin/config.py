@@ -15,6 +15,9 @@ from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.policy.budget import BudgetConfig
 from trainer_plugin.policy.decisions import ActionsConfig, Mode
 
+# As NVML and dcgm-exporter spell it: series are joined by it.
+_GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
 
 class OptionsLoader(yaml.SafeLoader):
     """Safe YAML in which 1e-4 is a number, as YAML 1.2 and everybody who writes learning rates has it."""
@@ -32,6 +35,9 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Each layer's weights, updates and moments are read once in `layers_every` steps (0: never), with `activations` its
     largest activation too.
+
+    `gpu_uuid` is the GPU on which this rank runs, as `nvidia-smi -L` has it (null: the one that torch tells of; not all
+    its versions do). Each of several ranks is given its own, by a mapping in the place of a file that all of them read.
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +45,7 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     advertise: str | None = None
     layers_every: int = 50
     activations: bool = False
+    gpu_uuid: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -47,6 +54,9 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"`layers_every` must be at least 0, found {self.layers_every}")
         if self.activations and not self.layers_every:
             raise ValueError("`activations` needs `layers_every` above 0")
+        if self.gpu_uuid is not None and _GPU_UUID.fullmatch(self.gpu_uuid) is None:
+            wanted = "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx in small hexadecimal letters"
+            raise ValueError(f"`gpu_uuid` must be {wanted}, found {self.gpu_uuid!r}")
 
 
 class PullConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

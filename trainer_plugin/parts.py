@@ -215,7 +215,7 @@ class Parts:
             scaled=self.reader.scaled,
             steps_total=self.history.steps_total,
             info=self._info(),
-            placement=placement_of(model),
+            placement=placement_of(model, self.config.metrics.gpu_uuid),
             ranks=self.ranks,
         )
         undo.callback(self.endpoint.close)

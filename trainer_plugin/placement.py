@@ -15,10 +15,10 @@ class Placement:
     hostname: str
 
 
-def placement_of(model: nn.Module) -> Placement:
-    """Where the model's first parameter lies."""
+def placement_of(model: nn.Module, gpu_uuid: str | None = None) -> Placement:
+    """Where the model's first parameter lies; on the GPU `gpu_uuid` if that is told."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return Placement(gpu_uuid=_gpu_uuid(device), hostname=socket.gethostname())
+    return Placement(gpu_uuid=_gpu_uuid(device) if gpu_uuid is None else gpu_uuid, hostname=socket.gethostname())
 
 
 def _gpu_uuid(device: torch.device) -> str:

@@ -174,6 +174,32 @@ class Run:
         return self
 
 
+@dataclass
+class PlayedDriver:
+    """In the place of a driver: the note that its alert leads to."""
+
+    run: Run
+
+    def fail(self, gpu: int, xid: int) -> None:
+        """An XID."""
+        self.run.tell("TrainGpuFault", f"rank 0 on GPU-{gpu}, GPU {gpu} of node-1, last XID {xid}")
+
+    def count_ecc(self, gpu: int) -> None:
+        """An uncorrected ECC error."""
+        self.run.tell("TrainGpuFault", f"rank 0 on GPU-{gpu}, GPU {gpu} of node-1")
+
+
+@dataclass
+class PlayedLinks:
+    """The same of a host's links."""
+
+    run: Run
+
+    def fail(self) -> None:
+        """A link went down."""
+        self.run.tell("TrainNetworkErrors", "node-1: 1 link failures")
+
+
 def clean(seed: int) -> Case:
     """Nothing is broken."""
     return Case(kind="none", name="clean", seed=seed, inject=lambda _, __: None)
@@ -208,20 +234,10 @@ def cases(seed: int) -> Iterator[Case]:
     yield case("stalled_loader", lambda f, _: f.stalled_loader(at=at, seconds=1.0, steps=2))
     yield case("bit_flip", lambda f, _: f.bit_flip(at=at, parameter=layer))
     yield case("weight_noise", lambda f, _: f.weight_noise(at=at, times=4.0))
-    xid = "rank 0 on GPU-0, GPU 0 of node-1, last XID 79"
+    yield case("xid", lambda f, r: f.xid(at=at - 5, driver=PlayedDriver(r)).weight_noise(at=at, times=4.0))
+    yield case("ecc", lambda f, r: f.ecc(at=at - 5, driver=PlayedDriver(r)).bit_flip(at=at, parameter=layer))
     yield case(
-        "xid",
-        lambda f, r: f.xid(at=at - 5, tell=lambda: r.tell("TrainGpuFault", xid)).weight_noise(at=at, times=4.0),
-    )
-    yield case(
-        "ecc",
-        lambda f, r: f.ecc(at=at - 5, tell=lambda: r.tell("TrainGpuFault", xid)).bit_flip(at=at, parameter=layer),
-    )
-    yield case(
-        "network_errors",
-        lambda f, r: f.network_errors(
-            at=at - 5, tell=lambda: r.tell("TrainNetworkErrors", "node-1: 1 link failures")
-        ).weight_noise(at=at, times=4.0),
+        "network_errors", lambda f, r: f.network_errors(at=at - 5, links=PlayedLinks(r)).weight_noise(at=at, times=4.0)
     )
 
 

@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from fake_nvml import FakeDriver, h100s, worker_on
+from fake_nvml import FakeDriver, worker_on
 from waiting import wait_for
 
 from exporter.gpu.page import GpuPage
+from trainer_plugin.faults.driver import h100s
 
 SCRAPES = 200
 

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,9 +39,19 @@ class Process:
         address: the `host:port` on which it is told to listen.
         log: file for what it prints; replaced.
         cwd: the folder it runs in; ours if None.
+        environment: its environment; ours if None.
     """
 
-    def __init__(self, name: str, command: list[str], address: str, log: Path, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        address: str,
+        log: Path,
+        cwd: Path | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.address = address
         self.log = log
@@ -54,7 +65,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=cwd,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env={**(environment or os.environ), "PYTHONUNBUFFERED": "1"},
             )
 
     def wait_ready(self, deadline: float) -> None:

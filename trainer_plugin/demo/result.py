@@ -23,7 +23,7 @@ CLOSE_RATIO = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One demo, finished. `trail` is the run's incidents.jsonl; `alerts` are the names that fired."""
+    """One demo, finished. `trail` is the run's incidents.jsonl; `alerts` are names, `pages` words."""
 
     scenario: Scenario
     seed: int
@@ -34,11 +34,12 @@ class Result:
     incidents: list[Incident]
     trail: list[dict[str, Any]]
     alerts: list[str]
+    pages: dict[str, str]
     guarded: Trained
     twin: Trained
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` writes; `alerts`, `tiers` and `steps_per_second` are beside what is fixed."""
+        """The object that `--json` writes; `alerts`, `pages`, `tiers` and `steps_per_second` are not fixed."""
         kind = self.scenario.fault
         fault = None
         if kind is not None:
@@ -64,6 +65,7 @@ class Result:
                 if "to_step" in entry
             ],
             "alerts": self.alerts,
+            "pages": self.pages,
             "final": {
                 "step": self.guarded.step,
                 "applied_steps": self.guarded.applied_steps,
@@ -133,6 +135,7 @@ class Result:
         ]
         lines += [
             f"  alerts: {', '.join(self.alerts) or 'none'}",
+            *(f"    page      {name}: {words}" for name, words in self.pages.items()),
             (
                 f"  held-out loss {final['loss']:.4f}, fault-free twin {final['baseline_loss']:.4f} "
                 f"({final['loss'] / final['baseline_loss'] - 1:+.2%}) after {final['applied_steps']} applied steps"

@@ -9,16 +9,19 @@ from typing import Any
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
-from exporter.commands import Command, Inbox
+from exporter.commands import Inbox
 from trainer_plugin.config import Config, read_config
 from trainer_plugin.demo.job import train_guarded, train_twin
+from trainer_plugin.demo.machine import FakeMachine, PlayedMachine, find_driver
 from trainer_plugin.demo.result import Result, read_incidents, versions, write_json
-from trainer_plugin.demo.scenarios import SCENARIOS, XID_79, Scenario
+from trainer_plugin.demo.scenarios import SCENARIOS, Scenario
 from trainer_plugin.demo.servers import Servers, Stack, Watcher, find_servers
 from trainer_plugin.demo.text import Corpus
 from trainer_plugin.demo.timeline import Timeline
 from trainer_plugin.faults import Faults
+from trainer_plugin.faults.driver import FakeDriver, uuid
 from trainer_plugin.guard import Guard
 from trainer_plugin.report.command import run_report
 from trainer_plugin.run_folder import RunLock
@@ -58,14 +61,22 @@ def run_demo(
     _make_folder(out)
     if json_path is not None:
         json_path.touch()  # Found out now, not after minutes of training.
-    (out / "guard.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
     servers = None if local_only or prometheus is not None else find_servers()
     if servers is None and not local_only and prometheus is None:
         print("no prometheus and prometheus-alertmanager here (`make tools` fetches them): going on as --local-only")
+    driver = find_driver(out / "driver") if scenario.breaks_gpu and servers is not None else None
+    if driver is not None:
+        config = replace(config, metrics=replace(config.metrics, gpu_uuid=uuid(0)))
+        print("the receiver's process alone meets a fake NVIDIA driver; what comes after it is real")
+    elif scenario.breaks_gpu and servers is None:
+        print("no servers of its own: the demo plays the alert about the GPU by a note in the run's inbox")
+    (out / "guard.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
     print(f"{scenario.name}: {scenario.story}")
     corpus = Corpus.load()
-    result = _train(scenario, corpus, config, steps=steps, seed=seed, out=out, servers=servers, prometheus=prometheus)
+    result = _train(
+        scenario, corpus, config, steps=steps, seed=seed, out=out, servers=servers, prometheus=prometheus, driver=driver
+    )
     text = result.to_text(out)
     print(f"\n{text}")
     (out / "report.txt").write_text(text + "\n")
@@ -94,17 +105,20 @@ def _train(
     out: Path,
     servers: Servers | None,
     prometheus: str | None,
+    driver: FakeDriver | None,
 ) -> Result:
     began = time.monotonic()
     run_folder = Path(config.runs) / config.run
     faults = Faults(seed=seed)
-    scenario.inject(faults, lambda: tell_of_xid(run_folder, faults.steps_run))
     with ExitStack() as ends:
         stack: Stack | Watcher | None = None if prometheus is None else Watcher(prometheus)
         if servers is not None:
-            stack = ends.enter_context(Stack(out / "servers", Path(config.runs), files("alert_rules"), servers=servers))
+            own = Stack(out / "servers", Path(config.runs), files("alert_rules"), servers=servers, driver=driver)
+            stack = ends.enter_context(own)
         timeline = Timeline(run_folder, stack, began=began)
         ends.callback(timeline.stop)
+        machine = _machine(driver, run_folder, timeline, faults)
+        scenario.inject(faults, machine)
         if stack is not None:
             timeline.tell("servers", ", ".join(f"{name} {url}" for name, url in stack.urls.items()))
         told: list[bool] = []
@@ -142,19 +156,19 @@ def _train(
         incidents=read_incidents(run_folder),
         trail=timeline.trail,
         alerts=timeline.alerts,
+        pages=timeline.pages,
         guarded=guarded,
         twin=twin,
     )
 
 
-def tell_of_xid(run_folder: Path, step: int) -> None:
-    """What the receiver puts into the inbox when TrainGpuFault is delivered: there is no GPU here that could fail."""
-    now = time.time()
-    command = Command(
-        id="xid79", run=run_folder.name, action="note", source="alert", alert="TrainGpuFault", by="demo",
-        received=now, starts_at=now, step=step, steps_total=step, reason=XID_79,
-    )  # fmt: skip
-    Inbox(run_folder).put(command)
+def _machine(
+    driver: FakeDriver | None, run_folder: Path, timeline: Timeline, faults: Faults
+) -> FakeMachine | PlayedMachine:
+    """What makes a GPU's fault known."""
+    if driver is None:
+        return PlayedMachine(run_folder, lambda: faults.steps_run)
+    return FakeMachine(driver, Inbox(run_folder), lambda text: timeline.tell("driver", text, step=faults.steps_run + 1))
 
 
 def _config(path: Path | None, out: Path, *, named: bool) -> Config:

@@ -3,20 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer_plugin.faults.plan import Plan
+from trainer_plugin.faults.plan import Plan, RaisesXid
 from trainer_plugin.faults.table import Kind
-
-# What TrainGpuFault says, by the rule's own words, of a GPU that fell off the bus.
-XID_79 = (
-    "1 of its GPUs report a fault: rank 0 on GPU-00000000-1111-2222-3333-444444444444, GPU 0 of node-1, last XID 79."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One scenario. `least_steps` leaves room for the fault, the verdict and the recovery.
 
-    `inject` plans the faults; `tell` in it makes the alert TrainGpuFault say so. `class_` and `actions` are what must
+    `inject` plans the faults, on a machine whose GPU fails where `breaks_gpu`. `class_` and `actions` are what must
     come of it; no learning rate is lowered where `keeps_rate`.
     """
 
@@ -25,7 +20,8 @@ class Scenario:
     steps: int
     least_steps: int
     fault: Kind | None = None
-    inject: Callable[[Plan, Callable[[], None]], Plan] = lambda plan, _: plan
+    inject: Callable[[Plan, RaisesXid], Plan] = lambda plan, _: plan
+    breaks_gpu: bool = False
     class_: str = "none"
     actions: tuple[str, ...] = ()
     keeps_rate: bool = False
@@ -85,7 +81,8 @@ SCENARIOS = {
             steps=1600,
             least_steps=1200,
             fault="weight_noise",
-            inject=lambda plan, tell: plan.xid(at=600, tell=tell).weight_noise(at=700, times=30.0),
+            inject=lambda plan, machine: plan.xid(at=600, driver=machine).weight_noise(at=700, times=30.0),
+            breaks_gpu=True,
             class_="hardware",
             actions=("checkpoint", "rollback"),
             keeps_rate=True,

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.parse
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -17,14 +18,16 @@ from typing import Any, Literal, Self
 import yaml
 
 from trainer_plugin.demo.process import LostPortError, Process, free_addresses, local_opener
+from trainer_plugin.faults.driver import FakeDriver
 
-Name = Literal["receiver", "alertmanager", "prometheus"]
+Name = Literal["receiver", "alertmanager", "prometheus", "gpu"]
 
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
 _ATTEMPTS = 3
 # Whoever ships a configuration writes the usual ports; that is how an address in it is known.
-_USUAL_PORTS: dict[str, Name] = {"9402": "receiver", "9093": "alertmanager", "9090": "prometheus"}
+_USUAL_PORTS: dict[str, Name] = {"9402": "receiver", "9093": "alertmanager", "9090": "prometheus", "9400": "gpu"}
+_PROCESSES: tuple[Name, ...] = ("receiver", "alertmanager", "prometheus")
 _USUAL_ADDRESS = re.compile(rf"[\w.-]+:({'|'.join(_USUAL_PORTS)})(?!\d)")
 
 
@@ -90,6 +93,7 @@ class Stack:
         scrape_seconds: between two scrapes.
         evaluation_seconds: between two evaluations of the rules.
         servers: the programs; looked for if None.
+        driver: a fake NVIDIA driver, which the receiver's process alone meets, and whose GPUs it shows; none if None.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Stack:
         scrape_seconds: float = 1.0,
         evaluation_seconds: float = 1.0,
         servers: Servers | None = None,
+        driver: FakeDriver | None = None,
     ) -> None:
         found = servers or find_servers()
         if found is None:
@@ -111,6 +116,8 @@ class Stack:
         self._rules_dir = rules_dir
         self._scrape = f"{round(scrape_seconds * 1000)}ms"
         self._evaluation = f"{round(evaluation_seconds * 1000)}ms"
+        self._driver = driver
+        self._gpu_address: str | None = None
         self._commands: dict[Name, list[str]] = {}
         self._processes: dict[Name, Process] = {}
 
@@ -133,8 +140,9 @@ class Stack:
 
     @property
     def urls(self) -> dict[Name, str]:
-        """Where each server listens, without a slash at the end."""
-        return {name: f"http://{process.address}" for name, process in self._processes.items()}
+        """Where each server listens, and the page of GPUs if there is one, without a slash at the end."""
+        found: dict[Name, str] = {name: f"http://{process.address}" for name, process in self._processes.items()}
+        return found if self._gpu_address is None else found | {"gpu": f"http://{self._gpu_address}"}
 
     def kill(self, name: Name) -> None:
         """Kill one server, as kill -9 does."""
@@ -153,9 +161,11 @@ class Stack:
         return Watcher(self.urls["prometheus"]).query(promql)
 
     def _start(self) -> None:
-        addresses = dict(zip(_USUAL_PORTS.values(), free_addresses(len(_USUAL_PORTS)), strict=True))
+        names: tuple[Name, ...] = _PROCESSES if self._driver is None else (*_PROCESSES, "gpu")
+        addresses = dict(zip(names, free_addresses(len(names)), strict=True))
+        self._gpu_address = addresses.get("gpu")
         configs = self._write_configs(addresses)
-        data = {name: str(self._folder / f"{name}-data") for name in addresses}
+        data = {name: str(self._folder / f"{name}-data") for name in _PROCESSES}
         for path in data.values():
             shutil.rmtree(path, ignore_errors=True)
         self._commands = {
@@ -175,8 +185,8 @@ class Stack:
             ],
         }
         self._processes = {}
-        for name, address in addresses.items():
-            self._launch(name, address)
+        for name in _PROCESSES:
+            self._launch(name, addresses[name])
         deadline = time.monotonic() + _START_SECONDS
         for process in self._processes.values():
             process.wait_ready(deadline)
@@ -185,7 +195,9 @@ class Stack:
         command = self._commands[name]
         # Programs unpacked by `make tools` find their templates from their own folder; ours are found from here.
         cwd = None if name == "receiver" else Path(command[0]).parent
-        self._processes[name] = Process(name, command, address, self._folder / f"{name}.log", cwd)
+        environment = self._driver.environment if self._driver is not None and name == "receiver" else None
+        log = self._folder / f"{name}.log"
+        self._processes[name] = Process(name, command, address, log, cwd, environment=environment)
 
     def _write_configs(self, addresses: dict[Name, str]) -> dict[Name, str]:
         (self._runs / "targets").mkdir(parents=True, exist_ok=True)
@@ -195,11 +207,15 @@ class Stack:
             if file.is_file():
                 (rules / file.name).write_bytes(file.read_bytes())
         shipped = {name: yaml.safe_load((rules / f"{name}.yml").read_text()) for name in ("prometheus", "alertmanager")}
+        gpu = {"listen": addresses["gpu"], "mode": "always", "interval_seconds": 1.0} if "gpu" in addresses else "off"
         configs: dict[Name, Any] = {
-            "receiver": {"runs": str(self._runs), "receiver": {"listen": addresses["receiver"]}, "gpu": "off"},
+            "receiver": {"runs": str(self._runs), "receiver": {"listen": addresses["receiver"]}, "gpu": gpu},
             "alertmanager": readdressed(shipped["alertmanager"], addresses),
             "prometheus": readdressed(
-                prometheus_config(shipped["prometheus"], rules, self._runs, self._scrape, self._evaluation), addresses
+                prometheus_config(
+                    shipped["prometheus"], rules, self._runs, self._scrape, self._evaluation, served=addresses
+                ),
+                addresses,
             ),
         }
         paths: dict[Name, str] = {}
@@ -233,10 +249,18 @@ def readdressed(node: Any, addresses: dict[Name, str]) -> Any:  # noqa: ANN401 -
     return node
 
 
-def prometheus_config(shipped: dict[str, Any], rules: Path, runs: Path, scrape: str, evaluation: str) -> dict[str, Any]:
+def prometheus_config(
+    shipped: dict[str, Any],
+    rules: Path,
+    runs: Path,
+    scrape: str,
+    evaluation: str,
+    *,
+    served: Collection[Name] = _PROCESSES,
+) -> dict[str, Any]:
     """The shipped prometheus.yml with these intervals, its rule files in `rules` and its jobs' targets in `runs`.
 
-    A job that scrapes other fixed addresses than those of our servers is left out: it would find a stranger there.
+    A job that scrapes other fixed addresses than those of what is `served` is left out: it would find a stranger there.
 
     Raises:
         FileNotFoundError: it names a rule file that is not there (Prometheus itself would say nothing).
@@ -249,7 +273,7 @@ def prometheus_config(shipped: dict[str, Any], rules: Path, runs: Path, scrape: 
     for job in shipped["scrape_configs"]:
         if "file_sd_configs" in job:
             jobs.append(job | {"scrape_interval": scrape, "file_sd_configs": [targets]})
-        elif _USUAL_ADDRESS.search(str(job.get("static_configs"))):
+        elif any(_USUAL_PORTS[port] in served for port in _USUAL_ADDRESS.findall(str(job.get("static_configs")))):
             jobs.append(job | {"scrape_interval": scrape})
     return shipped | {
         "global": shipped["global"] | {"scrape_interval": scrape, "evaluation_interval": evaluation},

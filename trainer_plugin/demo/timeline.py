@@ -15,7 +15,10 @@ _HEARTBEAT = "TrainWatchdog"
 
 
 class Timeline:
-    """Prints lines from its own thread between `start` and `stop`; keeps the alerts it saw and the run's trail."""
+    """Prints lines from its own thread between `start` and `stop`; keeps the alerts it saw and the run's trail.
+
+    `pages` are the words of those that would call a person.
+    """
 
     def __init__(self, run_folder: Path, stack: Stack | Watcher | None, *, began: float) -> None:
         self._trail_path = run_folder / "incidents.jsonl"
@@ -30,6 +33,7 @@ class Timeline:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
         self._rate_began, self._rate_steps = time.monotonic(), 0
         self.alerts: list[str] = []
+        self.pages: dict[str, str] = {}
         self.trail: list[dict[str, Any]] = []
 
     def start(self) -> None:
@@ -70,9 +74,7 @@ class Timeline:
 
     def _look_at_alerts(self, stack: Stack | Watcher) -> None:
         try:
-            firing = {
-                alert["labels"]["alertname"]: alert["labels"] for alert in stack.alerts() if alert["state"] == "firing"
-            }
+            firing = {alert["labels"]["alertname"]: alert for alert in stack.alerts() if alert["state"] == "firing"}
         except (OSError, ValueError):
             return  # Prometheus is gone, or going: the training goes on, and so does the timeline.
         for name in sorted(firing.keys() - self._firing):
@@ -81,8 +83,12 @@ class Timeline:
             if name == _HEARTBEAT:
                 self.tell("watchdog", "Prometheus watches the run; its heartbeat goes to the receiver")
             else:
-                action = firing[name].get("action")
+                labels = firing[name]["labels"]
+                action = labels.get("action")
                 self.tell("alert", f"{name} fires in Prometheus" + (f", asks for {action}" if action else ""))
+                if labels.get("severity") == "critical" and name not in self.pages:
+                    self.pages[name] = firing[name]["annotations"]["description"]
+                    self.tell("page", f"{name}: {self.pages[name]}")
         self._firing = set(firing)
 
     def _look_at_inbox(self) -> None:

@@ -3,11 +3,35 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 from trainer_plugin.faults.table import Kind
 
 _ALWAYS = 1 << 62
+
+
+class RaisesXid(Protocol):
+    """A driver that reports XIDs when it is told to: a FakeDriver, or who plays the alert of one."""
+
+    def fail(self, gpu: int, xid: int) -> None:
+        """Report an XID of a GPU, and let it be as it is after that one."""
+        ...
+
+
+class CountsEcc(Protocol):
+    """A driver that counts ECC errors when it is told to."""
+
+    def count_ecc(self, gpu: int) -> None:
+        """Count one more uncorrected error of a GPU."""
+        ...
+
+
+class FailingLinks(Protocol):
+    """A host's links that go down when they are told to: FakeLinks, or who plays their alert."""
+
+    def fail(self) -> None:
+        """Go down once more."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -110,17 +134,17 @@ class Plan:
         """After `at` clean steps, weights get noise of `times` their own deviation; all, or those so called."""
         return self._add(Fault(kind="weight_noise", at=at, steps=1, times=times, parameter=parameter))
 
-    def xid(self, *, at: int, tell: Callable[[], None]) -> Self:
-        """After `at` clean steps a GPU reports an XID: `tell` makes it so, as by a driver that is a fake."""
-        return self._add(Fault(kind="xid", at=at, steps=1, tell=tell))
+    def xid(self, *, at: int, driver: RaisesXid, gpu: int = 0, xid: int = 79) -> Self:
+        """After `at` clean steps the driver reports an XID of a GPU; 79 has it fall off the bus."""
+        return self._add(Fault(kind="xid", at=at, steps=1, tell=lambda: driver.fail(gpu, xid)))
 
-    def ecc(self, *, at: int, tell: Callable[[], None]) -> Self:
-        """The same with an uncorrected ECC error."""
-        return self._add(Fault(kind="ecc", at=at, steps=1, tell=tell))
+    def ecc(self, *, at: int, driver: CountsEcc, gpu: int = 0, steps: int = 1) -> Self:
+        """In each of `steps` steps after `at` clean ones the driver counts an uncorrected ECC error of a GPU."""
+        return self._add(Fault(kind="ecc", at=at, steps=steps, tell=lambda: driver.count_ecc(gpu)))
 
-    def network_errors(self, *, at: int, tell: Callable[[], None]) -> Self:
-        """The same with errors of the host's links."""
-        return self._add(Fault(kind="network_errors", at=at, steps=1, tell=tell))
+    def network_errors(self, *, at: int, links: FailingLinks, steps: int = 1) -> Self:
+        """In each of `steps` steps after `at` clean ones a link of the host goes down."""
+        return self._add(Fault(kind="network_errors", at=at, steps=steps, tell=links.fail))
 
     @property
     def steps_run(self) -> int:

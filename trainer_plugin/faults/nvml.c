@@ -1,7 +1,7 @@
 /* A stand-in for NVIDIA's driver library, driven by a text file.
  *
- * Built by tests/fake_nvml.py into libnvidia-ml.so.1, so that the real pynvml and its ctypes calls are what is tested.
- * The file is named by FAKE_NVML and read anew when it was replaced, so a test can change it at any moment. One `key value` a
+ * Built by driver.py beside it into libnvidia-ml.so.1, so that the real pynvml and its ctypes calls are what reads it.
+ * The file is named by FAKE_NVML and read anew when it was replaced, so a drill can change it at any moment. One `key value` a
  * line; keys of GPU 0 begin with `0.`, of its MIG instance in place 1 with `0.1.`. What has no key is not supported.
  *
  *   driver 580.65.06          count 2              init_error 18
