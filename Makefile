@@ -20,9 +20,10 @@ demo: venv ## break a training run on purpose and watch it heal; options in DEMO
 	@(command -v prometheus && command -v prometheus-alertmanager) >/dev/null || tests/fetch_tools.sh bookworm
 	$(BIN)/python -m trainer_plugin demo $(DEMO_ARGS)
 
+# Jobs on real servers wait for most of their time; with torch's own threads beside them they would wait for each other.
 test: venv tools check ## everything: style, types, unit tests, and the loop on real servers
 	$(BIN)/python -m pytest -q -rs -m "not live" -n auto --maxprocesses 4
-	$(BIN)/python -m pytest -q -rs -m live
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m live -n 3
 
 soak: venv tools-all ## long and large runs of what the tests run small, all versions of the servers; half an hour and more
 	$(BIN)/python -m pytest -q -rs -m soak tests/soak_*.py
