@@ -10,6 +10,7 @@ import errno
 import hashlib
 import heapq
 import itertools
+import logging
 import os
 import stat
 import time
@@ -24,12 +25,17 @@ Source = Literal["alert", "local", "operator"]
 
 SCHEMA = 1
 MAX_COMMAND_BYTES = 16_384
+# A record holds its command, and what came of it in so many letters at most, however each is written.
+MAX_RECORD_BYTES = 2 * MAX_COMMAND_BYTES
+_DETAIL_LETTERS = 2000
 # Of a flooded inbox, so many files are looked at when only their number is wanted, and so many are read at a time.
 _MOST_COUNTED = 1000
 _MOST_READ = 1000
 # What opening a file says that will never be a command of ours: a link, a socket, somebody else's. Any other error may
 # pass (a busy file system, too many open files) and must not cost a command.
 _HOPELESS = (None, errno.ELOOP, errno.ENXIO, errno.EACCES)
+
+_log = logging.getLogger(__name__)
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -89,8 +95,13 @@ class Inbox:
         return self.new.is_dir() and self._linked() is None
 
     def knows(self, command_id: str) -> bool:
-        """Whether a command with this id is here, taken or not."""
-        return any((folder / f"{command_id}.json").exists() for folder in (self.new, self.done))
+        """Whether a command with this id is here, taken or not.
+
+        Raises:
+            ValueError: the id is not a plain file name.
+        """
+        name = _file_name(command_id)
+        return any((folder / name).exists() for folder in (self.new, self.done))
 
     def put(self, command: Command, *, sync: bool = True) -> bool:
         """Queue `command` durably; False when a command with its id is already here, taken or not.
@@ -98,16 +109,16 @@ class Inbox:
         Without `sync` it, or the one that is here, is durable only after a call of `sync()`: one for many commands.
 
         Raises:
-            ValueError: the id is not a plain file name.
+            ValueError: the id is not a plain file name, or the command is larger than any that is read.
             OSError: the folder cannot be written.
         """
-        if not command.id.isalnum() or not command.id.isascii() or len(command.id) > 64:
-            raise ValueError(f"command id must be up to 64 ASCII letters and digits, found {command.id!r}")
+        name, content = _file_name(command.id), msgspec.json.encode(command)
+        if len(content) > MAX_COMMAND_BYTES:
+            raise ValueError(f"command has {len(content)} bytes, at most {MAX_COMMAND_BYTES} are read")
         self._refuse_links()
-        name = f"{command.id}.json"
         if (self.done / name).exists():
             return False
-        published = _publish(self.new / name, msgspec.json.encode(command))
+        published = _publish(self.new / name, content)
         if sync:
             # Also when it was there already: whoever put it may not have come this far, and our caller is about to say
             # that it is safe.
@@ -143,9 +154,15 @@ class Inbox:
         return [max(0.0, now - time) for time in times]
 
     def finish(self, record: Record) -> None:
-        """Keep the outcome of a command and take it out of the queue. Doing so twice changes nothing."""
+        """Keep the outcome of a command and take it out of the queue. Doing so twice changes nothing.
+
+        Raises:
+            ValueError: the id is not a plain file name: whoever tells of it must reach no other file by it.
+        """
+        name = _file_name(record.command.id)
         self._refuse_links()
-        name = f"{record.command.id}.json"
+        # Cut, because one that is too large to be read back would leave whoever asked without an answer.
+        record = msgspec.structs.replace(record, detail=record.detail[:_DETAIL_LETTERS])
         _publish(self.done / name, msgspec.json.encode(record))
         _sync_folder(self.done)
         (self.new / name).unlink(missing_ok=True)
@@ -153,9 +170,7 @@ class Inbox:
     def record(self, command_id: str) -> Record | None:
         """What came of a command; None while it is not decided, or where that cannot be read."""
         try:
-            return msgspec.json.decode(
-                read_plain_file(self.done / f"{command_id}.json", MAX_COMMAND_BYTES), type=Record
-            )
+            return msgspec.json.decode(read_plain_file(self.done / f"{command_id}.json", MAX_RECORD_BYTES), type=Record)
         except (OSError, msgspec.MsgspecError, RecursionError):
             return None
 
@@ -195,7 +210,14 @@ class Inbox:
             raise OSError(errno.ELOOP, "a link where a folder of the inbox should be", str(linked))
 
     def _set_aside(self, path: Path) -> None:
+        _log.warning("%s: no command that this can read, or not our own file: set aside as .bad", path)
         path.rename(path.with_suffix(".bad"))
+
+
+def _file_name(command_id: str) -> str:
+    if not command_id.isalnum() or not command_id.isascii() or len(command_id) > 64:
+        raise ValueError(f"command id must be up to 64 ASCII letters and digits, found {command_id!r:.99}")
+    return f"{command_id}.json"
 
 
 def read_plain_file(path: Path, most_bytes: int) -> bytes:

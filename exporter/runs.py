@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from exporter.commands import Inbox
+from exporter.commands import Inbox, read_plain_file
 
 SCHEMA = 1
+MAX_HEARTBEAT_BYTES = 1000
 # What is told of a run, as `receiver_run_state` has it.
 STATES = ("running", "incident_open", "budget_spent", "stopped_by_guard")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -55,8 +56,8 @@ class RunFolder:
     def heartbeat(self) -> Heartbeat | None:
         """The last heartbeat, or None if there is none that can be read."""
         try:
-            return msgspec.json.decode(self.heartbeat_path.read_bytes(), type=Heartbeat)
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(read_plain_file(self.heartbeat_path, MAX_HEARTBEAT_BYTES), type=Heartbeat)
+        except (OSError, msgspec.MsgspecError, RecursionError):
             return None
 
 

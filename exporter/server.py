@@ -17,9 +17,13 @@ from exporter.config import Address
 # Alertmanager keeps a few connections at most; beyond this, a caller is told to come back later. Each may hold a body
 # of 1 MiB, so this bounds the memory too.
 CONNECTIONS = 256
+# Beyond this one is hung up on unheard: a process has 1,024 files by default, and the inboxes are files too.
+MOST_CONNECTIONS = 2 * CONNECTIONS
 KEEP_ALIVE_SECONDS = 5
 # How long a caller may take to say what it wants: its TLS handshake, and the head of each request.
 HEAD_SECONDS = 5.0
+# How long a caller may leave an answer unread: the smallest of buffers holds one, so only of many requests at once.
+ANSWER_SECONDS = 5.0
 # How long a half-sent delivery may hold up the end; its sender tries again.
 LAST_WORDS_SECONDS = 1
 
@@ -70,13 +74,19 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if it takes too long over the head of a request, which uvicorn does not watch."""
+    """A connection that is closed if it takes too long over the head of a request, or over reading its answers.
+
+    Neither is watched by uvicorn, and enough such connections would keep everybody else out.
+    """
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._late is None and (self.cycle is None or self.cycle.response_complete):
@@ -89,9 +99,23 @@ class _Connection(H11Protocol):
         if self.cycle is not before:
             self._cancel()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(ANSWER_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
+        self._read()
         super().connection_lost(exc)
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _await_head(self) -> None:
         self._late = self.loop.call_later(HEAD_SECONDS, self.transport.abort)

@@ -128,6 +128,36 @@ def test_an_id_that_is_no_plain_name_is_refused(inbox, name):
     assert _names(inbox.new) == []
 
 
+@pytest.mark.parametrize("name", ["../../state", "../done/a1", "/etc/x", "a" * 300])
+def test_a_record_reaches_no_other_file_by_its_id(inbox, name):
+    """Whoever tells what came of a command removes nothing but the command, and learns of nothing else."""
+    (inbox.new.parent.parent / "state.json").write_text("the run's own")
+    inbox.put(COMMAND)
+    with pytest.raises(ValueError, match="command id must be"):
+        inbox.knows(name)
+    with pytest.raises(ValueError, match="command id must be"):
+        inbox.finish(msgspec.structs.replace(RECORD, command=msgspec.structs.replace(COMMAND, id=name)))
+    assert (inbox.new.parent.parent / "state.json").exists()
+    assert (_names(inbox.new), _names(inbox.done)) == (["a1.json"], [])
+
+
+def test_what_would_not_be_read_is_not_put(inbox):
+    """A command larger than any that the job reads is refused to who asks, and not set aside unseen."""
+    with pytest.raises(ValueError, match="at most 16384 are read"):
+        inbox.put(msgspec.structs.replace(COMMAND, layers=("x" * MAX_COMMAND_BYTES,)))
+    assert _names(inbox.new) == []
+
+
+def test_a_long_story_is_cut_and_the_outcome_can_be_read(inbox):
+    """A rollback that failed on a thousand tensors has a record all the same, beside the largest of commands."""
+    command = msgspec.structs.replace(COMMAND, layers=("x" * (MAX_COMMAND_BYTES - 1000),))
+    inbox.put(command)
+    inbox.finish(Record(command=command, outcome="failed", decided=2.0, at_step=7, detail="\0blocks.3, " * 10_000))
+    record = inbox.record("a1")
+    assert (record.outcome, record.command) == ("failed", command)
+    assert record.detail.startswith("\0blocks.3, ")
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -144,13 +174,14 @@ def test_an_id_that_is_no_plain_name_is_refused(inbox, name):
     ],
     ids=["empty", "cut", "array", "no-utf8", "short", "schema", "name", "action", "oversized", "deep"],
 )
-def test_a_damaged_file_is_set_aside_and_the_rest_is_read(inbox, content):
-    """What is no command of ours becomes `*.bad` and does not hold the others up."""
+def test_a_damaged_file_is_set_aside_and_the_rest_is_read(inbox, content, caplog):
+    """What is no command of ours becomes `*.bad`, the log says so, and it does not hold the others up."""
     (inbox.new / "a1.json").write_bytes(content)
     other = msgspec.structs.replace(COMMAND, id="b2")
     inbox.put(other)
     assert inbox.waiting() == [other]
     assert _names(inbox.new) == ["a1.bad", "b2.json"]
+    assert "a1.json: no command that this can read" in caplog.text
 
 
 def test_links_pipes_and_folders_are_set_aside(inbox, tmp_path):

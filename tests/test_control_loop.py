@@ -1,8 +1,10 @@
 """The control loop: commands in, records out, a heartbeat judged by its arrival, and no waiting on a hung disk."""
 
+import os
 import shutil
 import threading
 
+import msgspec
 import pytest
 from training import Clock
 from waiting import wait_for
@@ -182,3 +184,38 @@ def test_stop_writes_what_is_left(loop):
     assert done == [1]
     assert not loop._thread.is_alive()
     assert loop.flush(0.0)
+
+
+def test_a_record_that_a_full_disk_did_not_take_is_written_later(loop, folder, errors, turned):
+    """Else the command would wait for ever, and the next job would do it again; others are read meanwhile."""
+    folder.inbox.put(COMMAND)
+    loop.poll()
+    done = folder.inbox.done
+    done.rmdir()
+    done.touch()  # A file: nothing can be written into it.
+    loop.finish(Record(command=COMMAND, outcome="done", decided=2.0, at_step=7))
+    loop.poll()
+    assert len(errors) == 1
+    other = msgspec.structs.replace(COMMAND, id="b2")
+    folder.inbox.put(other)
+    loop.poll()
+    assert loop.commands() == [other]
+    done.unlink()
+    done.mkdir()
+    turned.wait(10.0)
+    loop.poll()
+    assert folder.inbox.record("a1").outcome == "done"
+    assert [command.id for command in folder.inbox.waiting()] == ["b2"]
+
+
+def test_an_inbox_that_cannot_be_read_leaves_lock_and_heartbeat_alive(loop, folder, errors, turned):
+    """A link in its place costs the commands alone: no other host takes the run for dead, and alerts go first still."""
+    folder.inbox.new.rename(folder.path / "elsewhere")
+    folder.inbox.new.symlink_to(folder.path / "elsewhere")
+    os.utime(folder.path / "lock", (1.0, 1.0))
+    folder.outer.beat(2.0)
+    turned.wait(10.0)
+    loop.poll()
+    assert len(errors) == 1
+    assert loop.up
+    assert (folder.path / "lock").stat().st_mtime > 1.0

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from test_policy import COOLDOWN_STEPS, DAY_SECONDS, SUSTAINED_STEPS, Job
 
-from trainer_plugin.policy.alerts import OPERATOR_SECONDS
+from trainer_plugin.policy.alerts import ASKED_SECONDS
 from trainer_plugin.policy.budget import BudgetConfig
 from trainer_plugin.policy.decisions import ActionsConfig
 from trainer_plugin.policy.escalation import SETTLE_PART
@@ -247,7 +247,7 @@ def test_what_a_person_asked_for_an_hour_ago_is_stale():
     """A command that lay in the inbox while no job ran does not surprise whoever starts it."""
     job = Job()
     job.calm(2)
-    old = msgspec.structs.replace(job.operator("rollback"), received=job.now - OPERATOR_SECONDS - 1.0)
+    old = msgspec.structs.replace(job.operator("rollback"), received=job.now - ASKED_SECONDS - 1.0)
     assert job.obey(old) == ["stale"]
-    fresh = msgspec.structs.replace(job.operator("lower_lr"), received=job.now - OPERATOR_SECONDS)
+    fresh = msgspec.structs.replace(job.operator("lower_lr"), received=job.now - ASKED_SECONDS)
     assert job.obey(fresh) == []

@@ -3,6 +3,7 @@
 import math
 import shutil
 import socket
+import time
 import urllib.request
 
 import pytest
@@ -202,3 +203,58 @@ def test_an_alerts_command_makes_the_job_wait_no_longer(make_guard, clock):
     job.step()
     job.guard._parts.loop.flush(5.0)
     assert {record.command.id: record.outcome for record in inbox.records()} == {"a1": "done", "a2": "duplicate"}
+
+
+def test_data_that_cannot_be_named_keep_no_run_from_going_back(make_guard):
+    """Where the loader fails to tell its samples, what is bad goes back all the same, and nothing is left out."""
+    job = make_guard()
+    job.run(25)
+
+    def fail(*_, **__):
+        raise KeyError("sample 17")
+
+    job.guard._parts.data._source.sample_ids = fail
+    spoil_weights(job.model)
+    job.step()
+    assert job.guard.step == 20
+    assert job.guard._parts.data.quarantine == []
+
+
+def test_an_action_that_fails_in_its_own_way_has_an_outcome(make_guard):
+    """An error that nobody foresaw is a failed action with a record, and not the same wish in every step."""
+    job = make_guard(detection={"warmup_steps": 1_000_000})
+    job.run(5)
+    folder, loop = job.guard._parts.folder, job.guard._parts.loop
+
+    def fail():
+        raise KeyError("no such worker")
+
+    job.data.state_dict = fail
+    folder.inbox.put(Command(id="a1", run="tiny", action="checkpoint", source="operator", received=time.time()))
+    wait_for(loop.commands)
+    before = errors(job)
+    for _ in range(2):
+        job.step()
+    loop.flush(5.0)
+    record = folder.inbox.record("a1")
+    assert (record.outcome, record.detail) == ("failed", "KeyError: 'no such worker'")
+    assert errors(job) == before
+
+
+def test_a_policy_that_fails_keeps_no_run_from_being_saved(make_guard):
+    """Checkpoints are written, a lowered rate finds its way back, and a signal ends the run all the same."""
+    job = make_guard()
+    job.run(5)
+    parts = job.guard._parts
+
+    def fail(*_):
+        raise ValueError("nothing can be decided")
+
+    parts.policy.decide = fail
+    parts.learning_rate.lower(0.5, floor=0.1, now=5, hold_steps=3, return_steps=0, stack=True)
+    job.run(12)
+    assert parts.checkpoints.newest_step("shared") == 10
+    assert parts.learning_rate.factor == 1.0
+    parts.stop_signals.asked = "SIGTERM"
+    job.step()
+    assert job.guard.stopping

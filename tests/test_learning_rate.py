@@ -203,3 +203,13 @@ def test_every_optimizer_is_lowered():
         optimizer.step()
     assert factor.effective() == [0.05, 0.15]
     assert [weight.item() for weight in weights] == pytest.approx([0.95, 0.85])
+
+
+def test_lowering_never_raises():
+    """A rate that two incidents have lowered stays there when a rollback, which does not stack, lowers it to less."""
+    schedule = constant()
+    schedule.lower()
+    schedule.lower()
+    assert schedule.factor.factor == 0.25
+    factor = schedule.factor.lower(0.5, floor=0.1, now=schedule.steps, hold_steps=7, return_steps=0, stack=False)
+    assert factor == 0.25

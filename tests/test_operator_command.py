@@ -1,6 +1,7 @@
 """`python -m trainer_plugin command`: what a person asks for goes the way of an alert's command, and is answered."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -143,3 +144,29 @@ def test_the_inbox_of_a_pulled_run_takes_commands_too(tmp_path):
     wait_for(lambda: run.inbox.record(command.id))
     with pytest.raises(ValueError, match="no job runs in it now"):
         send_command(run.path, "lower_lr", clock=lambda: 1100.0)
+
+
+def test_two_who_ask_at_once_go_back_once(make_guard):
+    """Both are answered: the one by the rollback, the other with the step that it went to."""
+    job = make_guard(**CALM)
+    job.run(25)
+    loop, folder = job.guard._parts.loop, job.guard._parts.folder
+    first, second = (send_command(folder.path, "rollback") for _ in range(2))
+    wait_for(lambda: len(loop.commands()) == 2)
+    for _ in range(3):
+        job.step()
+    loop.flush(5.0)
+    assert {folder.inbox.record(command.id).outcome for command in (first, second)} == {"done", "duplicate"}
+    assert actions(job, "rollback", "done", "operator") == 1
+
+
+def test_a_user_without_a_name_may_ask(make_guard):
+    """In a container whose user stands in no list of users the trail has the number."""
+
+    def nameless():
+        raise KeyError("getpwuid(): uid not found: 1000630000")
+
+    job = make_guard(**CALM)
+    job.run(2)
+    command = send_command(job.guard._parts.folder.path, "note", user=nameless)
+    assert command.by.startswith(f"uid {os.getuid()}@")

@@ -1,5 +1,6 @@
 """Run folders: which names may be runs, which folders count, and heartbeats that survive anything."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,3 +105,19 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError, match="target"):
         write_atomically(tmp_path / "target", b"x")
     assert _names(tmp_path) == ["target"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("odd", ["pipe", "link", "deep"])
+def test_what_is_no_heartbeat_is_not_waited_for(folder, tmp_path, odd):
+    """A pipe in the place of the heartbeat hangs nobody, a link leads nowhere, and the next beat takes their place."""
+    if odd == "pipe":
+        os.mkfifo(folder.heartbeat_path)
+    elif odd == "link":
+        (tmp_path / "elsewhere").write_text('{"received":1.0,"count":5}')
+        folder.heartbeat_path.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.heartbeat_path.write_text("[" * 900)
+    assert folder.heartbeat() is None
+    folder.beat(2.0)
+    assert folder.heartbeat() == Heartbeat(received=2.0, count=1)

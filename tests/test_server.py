@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from exporter.commands import Inbox
 from exporter.runs import RunFolder
-from exporter.server import CONNECTIONS, HEAD_SECONDS
+from exporter.server import ANSWER_SECONDS, CONNECTIONS, HEAD_SECONDS, MOST_CONNECTIONS
 
 
 @pytest.fixture
@@ -155,4 +155,45 @@ def test_callers_beyond_the_limit_are_told_to_come_back(tmp_path, inbox):
             for caller in taken:
                 caller.close()
         wait_for(lambda: post(url, delivery(alert(1))) == 200)
+    assert len(inbox.waiting()) == 1
+
+
+def test_a_crowd_does_not_take_the_files_that_the_inboxes_need(tmp_path, inbox):
+    """Callers beyond a limit are hung up on at once, so that they are not thousands of open files."""
+    with running(*settings(tmp_path, "")) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        crowd = [socket.create_connection((host, int(port)), timeout=2.0) for _ in range(MOST_CONNECTIONS + 20)]
+        gone = 0
+        for caller in crowd[-20:]:
+            try:
+                gone += caller.recv(1) == b""
+            except ConnectionResetError:
+                gone += 1
+            except TimeoutError:
+                break
+        for caller in crowd:
+            caller.close()
+        assert gone == 20
+        wait_for(lambda: post(url, delivery(alert(1))) == 200)
+    assert len(inbox.waiting()) == 1
+
+
+@pytest.mark.live
+def test_who_does_not_read_the_answers_is_shown_the_door(tmp_path, inbox):
+    """Requests without end, and no answer of them ever read, hold no place; a delivery meanwhile is taken."""
+    many = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+    with running(*settings(tmp_path, "")) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        began = time.monotonic()
+        with socket.create_connection((host, int(port)), timeout=0.2) as caller:
+            while time.monotonic() - began < 6 * ANSWER_SECONDS:
+                try:
+                    caller.sendall(many)
+                except TimeoutError:  # Neither side reads any more.
+                    continue
+                except OSError:
+                    break
+        waited = time.monotonic() - began
+        assert post(url, delivery(alert(1))) == 200
+    assert ANSWER_SECONDS * 0.8 <= waited < 4 * ANSWER_SECONDS
     assert len(inbox.waiting()) == 1

@@ -83,7 +83,16 @@ class Actions:
         self._set_aside = set_aside
 
     def apply(self, decision: Decision, moment: Moment) -> Result:
-        """Do what was decided. Errors of the disk or of a checkpoint become an outcome, not an exception."""
+        """Do what was decided. An error becomes an outcome: a wish that has none would come again in every step."""
+        try:
+            return self._apply(decision, moment)
+        except RanksError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of whatever kind
+            _log.error("step %d: %s is not possible", moment.step, decision.action, exc_info=error)
+            return Result(outcome="failed", detail=f"{type(error).__name__}: {error}")
+
+    def _apply(self, decision: Decision, moment: Moment) -> Result:
         if decision.action == "clip":
             return self._tighten_clip(moment)
         if decision.action == "lower_lr":
@@ -224,7 +233,13 @@ class Actions:
                 return None
             return self._data.suspect(first, last, incident=incident.id, reason=reason)
 
-        known = self._ranks.gather(self._ranks.together(suspect))
+        try:
+            known = self._ranks.gather(self._ranks.together(suspect))
+        except RanksError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an id that cannot be told keeps no run from going back
+            _log.warning("which data are suspect is not known: %r", error)
+            return None
         return merged([suspect for suspect in known if suspect is not None])
 
 

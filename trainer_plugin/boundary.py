@@ -209,15 +209,15 @@ class Boundary:
     def _obey(self, moment: Moment) -> bool:
         """Ask the policy and do what it says, on several ranks all at one boundary; True if weights were taken back."""
         parts, reader = self._parts, self._parts.reader
-        if not isinstance(reader, SharedReader):
-            decision = self._decide(moment)
-        elif not reader.talks:
+        if isinstance(reader, SharedReader) and not reader.talks:
             return False
-        else:
-            decided: list[Decision | None] = [None]
-            if parts.ranks.first:
-                parts.errors.attempt(lambda _: decided.append(self._decide(moment)), None, step=moment.step)
-            decision, scene = parts.ranks.from_first((decided[-1], self._scene))
+        decided: list[Decision | None] = [None]
+        if parts.ranks.first:
+            # By itself: a policy that fails must keep no run from being saved, or from ending when asked to.
+            parts.errors.attempt(lambda _: decided.append(self._decide(moment)), None, step=moment.step)
+        decision = decided[-1]
+        if isinstance(reader, SharedReader):
+            decision, scene = parts.ranks.from_first((decision, self._scene))
             self._scene = None
             if scene is not None:  # Before anything is done about it.
                 parts.errors.attempt(parts.scenes.store, scene, step=moment.step)
@@ -255,6 +255,7 @@ class Boundary:
         remedy = parts.policy.record(decision, moment, result.outcome, detail=result.detail, to_step=to_step)
         parts.journal.action(decision, remedy, result.loaded, result.layers)
         if gone_back is not None:
+            parts.policy.state.answer(parts.loop.commands())
             parts.page.add("train_rollback_lost_steps_total", moment.step - parts.history.step)
         if result.quarantine is not None:
             parts.loop.write(partial(parts.folder.add_quarantine, result.quarantine))

@@ -33,6 +33,7 @@ class ControlLoop:
         self._stopping = False
         self._commands: list[Command] = []
         self._given: set[str] = set()
+        self._unwritten: dict[str, Record] = {}
         self._heartbeat = folder.outer.heartbeat()
         self._beat_at: float | None = None
         self._lock_beat_at = clock()
@@ -54,7 +55,13 @@ class ControlLoop:
     def finish(self, record: Record) -> None:
         """Give a command its outcome; it does not come again."""
         self._given.add(record.command.id)
-        self.write(lambda: self._folder.inbox.finish(record))
+        self.write(lambda: self._keep(record))
+
+    def _keep(self, record: Record) -> None:
+        """Write a record, later if the disk is full: the next job would obey a command without one again."""
+        self._unwritten[record.command.id] = record
+        self._folder.inbox.finish(record)
+        del self._unwritten[record.command.id]
 
     def write(self, job: Callable[[], None]) -> None:
         """Do some writing in the background, in order."""
@@ -85,17 +92,25 @@ class ControlLoop:
             except queue.Empty:
                 break
             self._held_back(job)
-        self._held_back(self._look)
+        # Each by itself: of an inbox that cannot be read the lock must not look like a dead job's.
+        for part in (self._look, self._listen, self._beat):
+            self._held_back(part)
 
     def _look(self) -> None:
         self._commands = self._folder.inbox.waiting()
+
+    def _listen(self) -> None:
         heartbeat = self._folder.outer.heartbeat()
         if heartbeat is not None and heartbeat != self._heartbeat:
             self._heartbeat = heartbeat
             self._beat_at = self._clock()
+
+    def _beat(self) -> None:
         if self._clock() - self._lock_beat_at >= _LOCK_BEAT_SECONDS:
             self._lock_beat_at = self._clock()
             self._folder.lock.beat()
+            for record in list(self._unwritten.values()):
+                self._keep(record)
 
     def _held_back(self, job: Callable[[], None]) -> None:
         try:

@@ -42,12 +42,12 @@ class LrFactor:
     def lower(self, by: float, *, floor: float, now: int, hold_steps: int, return_steps: int, stack: bool) -> float:
         """Multiply the factor with `by` for `hold_steps`, then lead it back to 1 over `return_steps`; return it.
 
-        `stack` multiplies a factor that is still lowered; without it the factor becomes `by` again. `floor` is the
-        least factor.
+        `stack` multiplies a factor that is still lowered; without it the factor becomes `by` again, or stays where it
+        is lower already. `floor` is the least factor.
         """
-        start = self.factor if stack else 1.0
+        lowered_to = self.factor * by if stack else min(by, self.factor)
         self.state = LrState(
-            lowered_to=max(start * by, floor),
+            lowered_to=max(lowered_to, floor),
             hold_until=now + hold_steps,
             return_until=now + hold_steps + return_steps,
         )

@@ -1,6 +1,7 @@
 """An operator's own command to a run: put into the run's inbox like an alert's, and waited for."""
 
 import getpass
+import os
 import secrets
 import socket
 import time
@@ -18,12 +19,18 @@ _REASON_LETTERS = 300
 
 
 def send_command(
-    folder: Path, action: str, *, layers: tuple[str, ...] = (), reason: str = "", clock: Callable[[], float] = time.time
+    folder: Path,
+    action: str,
+    *,
+    layers: tuple[str, ...] = (),
+    reason: str = "",
+    clock: Callable[[], float] = time.time,
+    user: Callable[[], str] = getpass.getuser,
 ) -> Command:
     """Put a command into the inbox of the run in `folder`.
 
     Raises:
-        ValueError: it is no run's folder, no job runs in it, or the action takes no layers.
+        ValueError: it is no run's folder, no job runs in it, the action takes no layers, or these are too many.
         OSError: the inbox cannot be written.
     """
     where = folder.resolve()
@@ -43,11 +50,19 @@ def send_command(
         source="operator",
         received=clock(),
         reason=plain(reason, _REASON_LETTERS),
-        by=plain(f"{getpass.getuser()}@{socket.gethostname()}", _REASON_LETTERS),
+        by=plain(f"{_name(user)}@{socket.gethostname()}", _REASON_LETTERS),
         layers=layers,
     )
     run.inbox.put(command)
     return command
+
+
+def _name(user: Callable[[], str]) -> str:
+    """Who asks; by number in a container whose user has no name."""
+    try:
+        return user()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
 
 
 def await_record(folder: Path, command: Command, seconds: float) -> Record | None:

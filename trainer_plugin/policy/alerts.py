@@ -12,8 +12,8 @@ from trainer_plugin.policy.budget import Rollback
 from trainer_plugin.policy.decisions import Moment
 from trainer_plugin.policy.incidents import Incident
 
-# What a person asked for longer ago is not what the person wants now.
-OPERATOR_SECONDS = 3600.0
+# What was asked longer ago, by a person or by an alert that tells no steps, is not what is wanted now.
+ASKED_SECONDS = 3600.0
 # The alerts about signals that the job measures itself. Any other is about what only Prometheus sees.
 OWN_SIGNALS = frozenset(
     {
@@ -45,9 +45,13 @@ class Known:
 
 def already_over(command: Command, known: Known) -> tuple[str, str] | None:
     """The outcome and detail with which a command is refused, or None if it is about the present."""
+    if "rollback" in command.action and known.rollbacks and command.id in known.rollbacks[-1].answers:
+        return "duplicate", f"was asked before the rollback to step {known.rollbacks[-1].to_step} was done"
+    waited = known.moment.now - command.received
+    if command.steps_total is None and waited > ASKED_SECONDS:
+        return "stale", f"was asked {waited:.0f} s ago"
     if command.source == "operator":
-        waited = known.moment.now - command.received
-        return ("stale", f"was asked {waited:.0f} s ago") if waited > OPERATOR_SECONDS else None
+        return None
     refused = _by_steps_total(command, known) if command.steps_total is not None else _by_step(command, known)
     return refused or _by_readings(command, known)
 

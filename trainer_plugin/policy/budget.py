@@ -22,7 +22,10 @@ class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollback that was done; `nearest_step` was the nearest target, `to_step` the one it took."""
+    """A rollback that was done; `nearest_step` was the nearest target, `to_step` the one it took.
+
+    `answers` are the commands that had asked for one by the time it was done: they have it.
+    """
 
     at: float
     at_step: int
@@ -30,11 +33,12 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
     to_step: int
     nearest_step: int
     incident: int
+    answers: tuple[str, ...] = ()
 
 
 def recent(rollbacks: list[Rollback], now: float) -> list[Rollback]:
-    """The rollbacks of the last day."""
-    return [rollback for rollback in rollbacks if now - rollback.at < _DAY_SECONDS]
+    """The rollbacks of the last day; one that is more than a day ahead was told by a clock that was wrong."""
+    return [rollback for rollback in rollbacks if abs(now - rollback.at) < _DAY_SECONDS]
 
 
 def in_vain(rollbacks: list[Rollback], incident: int, nearest_step: int, now: float) -> list[Rollback]:

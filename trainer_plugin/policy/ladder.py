@@ -59,12 +59,7 @@ class Policy:
 
     def restarted(self, steps_total: int, *, anew: bool) -> None:
         """The job has started again, or `anew` from step 0: earlier alerts are over, other weights had other faults."""
-        self.state.undone_until = steps_total
-        self.state.budget_spent_step = self.state.stopped_step = None
-        if anew:
-            self.state.rollbacks = []
-            if self.open_incident is not None:
-                self.state.incidents = self.state.incidents[:-1]
+        self.state.restarted(steps_total, anew=anew)
 
     def observe(
         self, signals: Signals, readings: Readings, verdicts: list[Verdict], *, weights_finite: bool, steps_total: int
@@ -241,12 +236,11 @@ class Policy:
         return self._local("stop", f"{reason}; going back: {refused.outcome}, {refused.detail}", incident, moment)
 
     def _cooling(self, action: str, moment: Moment, alert: str | None = None) -> bool:
-        if (
-            action == "rollback"
-            and self._weights_finite
-            and settling(self.open_incident, moment.steps_total, self._sustained_steps)
-        ):
-            return True
+        if action == "rollback":
+            if not self._weights_finite:  # Nothing is being trained that a remedy could be given time for.
+                return False
+            if settling(self.open_incident, moment.steps_total, self._sustained_steps):
+                return True
         return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps, alert=alert)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:

@@ -56,6 +56,23 @@ class PolicyState(msgspec.Struct, kw_only=True):
         newest = self.incidents[-1] if self.incidents else None
         return newest if newest is not None and not newest.healed else None
 
+    def restarted(self, steps_total: int, *, anew: bool) -> None:
+        """The job has started again, or `anew` from step 0."""
+        self.undone_until = steps_total
+        self.budget_spent_step = self.stopped_step = None
+        if anew:
+            self.rollbacks = []
+            if self.open_incident is not None:
+                self.incidents = self.incidents[:-1]
+        if (incident := self.open_incident) is not None:
+            # What another mode only told of, or had no target for, is no remedy that has had its time.
+            incident.remedies = [one for one in incident.remedies if one.outcome not in ("observed", "no_target")]
+
+    def answer(self, waiting: Sequence[Command]) -> None:
+        """The rollback just done is the one that these commands ask for, whichever of them was obeyed."""
+        asked = tuple(command.id for command in waiting if "rollback" in command.action)
+        self.rollbacks = [*self.rollbacks[:-1], msgspec.structs.replace(self.rollbacks[-1], answers=asked)]
+
     def open(self, first_step: int, step: int, steps_total: int) -> Incident:
         """A new incident, detected at `step`; the oldest are let go."""
         incident = Incident(
@@ -72,11 +89,12 @@ class PolicyState(msgspec.Struct, kw_only=True):
         not kept, with id 0.
         """
         incident = self.open_incident
+        first_step = min(command.step or step, step)  # One that lies ahead would never be over.
         quiet = command.action in NO_REMEDIES or (command.action == "stop" and command.source == "operator")
         if incident is None and quiet:
-            incident = self.quiet(step, min(command.step or step, step))
+            incident = self.quiet(step, first_step)
         elif incident is None:
-            incident = self.open(command.step or step, step, steps_total)
+            incident = self.open(first_step, step, steps_total)
             incident.evidence.append(f"step {step}: {command.alert or command.source} asked for {command.action}")
         return incident
 
