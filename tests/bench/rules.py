@@ -31,7 +31,7 @@ from exporter.catalog import CATALOG
 from exporter.page import Page
 from exporter.serving import CONTENT_TYPE, MetricsServer, Target
 from trainer_plugin.config import Config
-from trainer_plugin.demo.servers import Stack
+from trainer_plugin.demo.servers import Stack, Watcher
 from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.detection.readings import Readings
@@ -167,18 +167,18 @@ class Watched:
     """A Prometheus with its fleet, and what it says about itself."""
 
     def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+        self._prometheus = Watcher(stack.urls["prometheus"])
 
     def number(self, promql: str) -> float:
         """The one value of a query; NaN if there is none."""
-        found = self._stack.query(promql)
+        found = self._prometheus.query(promql)
         return float(found[0]["value"][1]) if found else float("nan")
 
     def groups(self, minutes: float) -> Iterator[tuple[str, float, float]]:
         """Each group of the rules with its mean and its longest duration of late, as parts of its interval."""
         window = f"[{round(minutes * 60)}s]"
         interval = "prometheus_rule_group_interval_seconds"
-        for series in self._stack.query(interval):
+        for series in self._prometheus.query(interval):
             group = series["metric"]["rule_group"]
             last = f'prometheus_rule_group_last_duration_seconds{{rule_group="{group}"}}{window}'
             mean, longest = (self.number(f"{kind}_over_time({last})") for kind in ("avg", "max"))
@@ -186,7 +186,7 @@ class Watched:
 
     def dearest_rules(self, count: int = 6) -> list[tuple[str, float]]:
         """The rules that took longest in the last evaluation, in milliseconds."""
-        groups = self._stack._get("/api/v1/rules")["groups"]
+        groups = self._prometheus._get("/api/v1/rules")["groups"]
         times = [(rule["name"], 1e3 * rule["evaluationTime"]) for group in groups for rule in group["rules"]]
         return sorted(times, key=lambda rule: -rule[1])[:count]
 
