@@ -26,11 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 
 
+def skip_without_compiler() -> None:
+    """Skip the test where the fake driver cannot be built."""
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        pytest.skip("no C compiler here, by which the fake driver is built")
+
+
 @cache
 def library(*, old: bool = False) -> Path:
     """The folder with the built library; an old driver lacks the newer functions. Without a compiler it is skipped."""
-    if not (shutil.which("cc") or shutil.which("gcc")):
-        pytest.skip("no C compiler here, by which the fake driver is built")
+    skip_without_compiler()
     folder = Path(mkdtemp(prefix="fake-nvml-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return fake.build_library(folder, "-Wall", "-Werror", *(["-DOLD_DRIVER"] if old else []))

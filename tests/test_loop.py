@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import waiting
+from fake_nvml import skip_without_compiler
 
 from exporter.commands import Inbox
 from exporter.page import Page
@@ -98,8 +98,7 @@ def test_a_gradient_explosion_is_clipped_at_once(tmp_path):
 
 def test_a_gpu_that_falls_off_the_bus_is_told_by_the_driver(tmp_path):
     """XID 79 by a fake driver, and all after it real: exporter, rule, delivery, evidence, a rollback, no lower rate."""
-    if shutil.which("cc") is None and shutil.which("gcc") is None:
-        pytest.skip("no C compiler here, by which the fake driver is built")
+    skip_without_compiler()
     out = tmp_path / "out"
     result = run_demo("--scenario", "hardware", "--steps", "1200", out=out)
 
