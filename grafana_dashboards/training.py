@@ -275,6 +275,6 @@ def _throughput() -> list[Part]:
             width=6,
             least=0,
             limits=[10],
-            alerts=["TrainNoUpdates"],
+            alerts=["TrainUpdatesWithheld"],
         ),
     ]

@@ -19,7 +19,7 @@ from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.metrics import Standing
 from trainer_plugin.placement import Placement
-from trainer_plugin.policy.ladder import NO_UPDATES_STEPS
+from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, withheld_long
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
 
@@ -101,7 +101,9 @@ class SimulatedRun:
         sustained_steps = self.config.detection.sustained_steps
         self._note("TrainLossSpikeSustained", now, holds=readings.loss_high_steps[3.0] >= sustained_steps)
         self._note("TrainLossNotRecovering", now, holds=readings.loss_unrecovered_steps >= sustained_steps)
-        self._note("TrainNoUpdates", now, holds=readings.withheld_steps >= NO_UPDATES_STEPS)
+        withheld = withheld_long(readings.withheld_steps, sustained_steps, step=self.step, target_step=-1)
+        self._note("TrainNoUpdates", now, holds=withheld)
+        self._note("TrainUpdatesWithheld", now, holds=readings.withheld_steps >= NO_UPDATES_STEPS)
         self._note("TrainAmpScaleCollapse", now, holds=readings.amp_scale_collapsed)
 
     def hurry(self, steps: int) -> None:
@@ -153,7 +155,7 @@ class SimulatedRun:
     def _stand(self) -> None:
         standing = Standing(
             steps_total=self.steps_total, lr_factor=1.0, clip_max_norm=None, incident_open=False, loop_up=True,
-            rollback_target_step=0, checkpoint_steps={}, checkpoint_seconds={}, scene_step=-1,
+            rollback_target_step=-1, checkpoint_steps={}, checkpoint_seconds={}, scene_step=-1,
         )  # fmt: skip
         self.endpoint.metrics.stand(self.step, standing)
 

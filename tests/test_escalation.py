@@ -10,8 +10,7 @@ from test_policy import COOLDOWN_STEPS, DAY_SECONDS, SUSTAINED_STEPS, Job
 from trainer_plugin.policy.alerts import ASKED_SECONDS
 from trainer_plugin.policy.budget import BudgetConfig
 from trainer_plugin.policy.decisions import ActionsConfig
-from trainer_plugin.policy.escalation import SETTLE_PART
-from trainer_plugin.policy.ladder import NO_UPDATES_STEPS
+from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, SETTLE_PART, withheld_long
 from trainer_plugin.policy.state import PolicyState
 from trainer_plugin.policy.table import TABLE, markdown
 
@@ -200,6 +199,14 @@ def test_a_stop_is_said_once_and_its_time_begins_anew_after_a_start():
     assert again.went == []
     suffer(again, 1)
     assert [went[0] for went in again.went] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("step", "target_step", "due"), [(960, 900, 60), (1400, 900, 200), (903, 900, 10), (960, -1, 10)]
+)
+def test_waiting_for_an_update_costs_no_more_than_going_back(step, target_step, due):
+    """After this step updates are withheld: it goes back at as many as it undoes, 10 at least and 200 at most."""
+    assert [withheld_long(n, 200, step=step + n, target_step=target_step) for n in (due - 1, due)] == [False, True]
 
 
 def test_a_step_withheld_now_and_then_is_no_reason_to_stop():

@@ -23,8 +23,8 @@ WRONG_RULES = (
         "one_short-50: TrainLossSpikeSustained fired, and no detector said so",
     ),
     (
-        "(train_steps_withheld and on (job, instance) up == 1) >= 10",
-        "(train_steps_withheld and on (job, instance) up == 1) >= 9",
+        "(train_steps_withheld and on (job, instance) up == 1) >= 10\n          unless",
+        "(train_steps_withheld and on (job, instance) up == 1) >= 9\n          unless",
         "one_short-50: TrainNoUpdates fired, and no detector said so",
     ),
     (

@@ -7,10 +7,11 @@ from simulated_run import SimulatedRun, play
 
 SPIKE, SURGE, NAN = "TrainLossSpike", "TrainGradNormSurge", "TrainNonFinite"
 SUSTAINED, NOT_BACK, NO_UPDATES = "TrainLossSpikeSustained", "TrainLossNotRecovering", "TrainNoUpdates"
+WITHHELD = "TrainUpdatesWithheld"
 # What each scene must lead to, events and states together; what it may lead to besides is in the second set.
 VERDICTS = {
     "calm": (set(), set()),
-    "events": ({SPIKE, SURGE, NAN, NO_UPDATES}, set()),
+    "events": ({SPIKE, SURGE, NAN, NO_UPDATES, WITHHELD}, set()),
     "collapse": ({"TrainAmpScaleCollapse"}, set()),
     "slow_signs": ({"TrainLossOscillating", "TrainLossDrift"}, set()),
     "slight": (set(), set()),
@@ -20,7 +21,7 @@ VERDICTS = {
     # The loss has been away for more than 200 steps when it is taken for back, one good step in between or not.
     "interrupted": ({SPIKE, NOT_BACK}, set()),
     "one_short": ({SPIKE, NAN}, {NOT_BACK}),
-    "just_enough": ({SPIKE, NAN, SUSTAINED, NOT_BACK, NO_UPDATES}, set()),
+    "just_enough": ({SPIKE, NAN, SUSTAINED, NOT_BACK, NO_UPDATES, WITHHELD}, set()),
     "rolled_back": ({SPIKE, SUSTAINED, NOT_BACK}, set()),
     "gap": ({SPIKE, SUSTAINED, NOT_BACK}, set()),
     "started_again": ({SPIKE, SURGE, SUSTAINED, NOT_BACK}, set()),

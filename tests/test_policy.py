@@ -14,7 +14,8 @@ from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.policy.budget import BudgetConfig, Rollback, in_vain
 from trainer_plugin.policy.decisions import ActionsConfig, Moment
-from trainer_plugin.policy.ladder import HEALED_STEPS, NO_UPDATES_STEPS, Policy
+from trainer_plugin.policy.escalation import NO_UPDATES_STEPS
+from trainer_plugin.policy.ladder import HEALED_STEPS, Policy
 from trainer_plugin.policy.state import PolicyState
 
 GRACE_SECONDS = 30.0
@@ -295,13 +296,14 @@ def test_weights_that_are_not_finite_go_back_at_once(job):
 
 
 def test_updates_withheld_in_a_row_lead_back():
-    """A run that cannot make an update any more goes back, after exactly as many steps as the table says."""
+    """A run that cannot make an update any more goes back, after exactly as many steps as that undoes."""
     job = Job(loop_up=False)
-    for _ in range(NO_UPDATES_STEPS - 1):
+    for _ in range(99):
         job.see("nonfinite:grad_norm", withheld="nonfinite")
         assert job.decide() == (None, [])
     job.see("nonfinite:grad_norm", withheld="nonfinite")
-    assert job.decide()[0].action == "rollback"
+    decision, _ = job.decide()
+    assert (decision.action, decision.before_step, job.moment.target_step) == ("rollback", 1000, 900)
 
 
 def test_comparison_detectors_open_no_incident(job):

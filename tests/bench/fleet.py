@@ -102,7 +102,7 @@ def bench_fleet(runs: int, rounds: int, interval: float) -> str:
         for one in folders:
             undo.callback(one.lock.release)
         fleet = HurtFleet(names, recorded(100, loss=1.0))
-        undo.callback(fleet.server.shutdown)
+        undo.callback(fleet.close)
         (path / "targets").mkdir(exist_ok=True)
         (path / "targets" / "fleet.json").write_bytes(msgspec.json.encode(fleet.targets()))
         pace = {"scrape_seconds": interval, "evaluation_seconds": interval}

@@ -119,12 +119,17 @@ class Fleet:
             def log_message(self, *_: object) -> None:
                 """Scrapes are not worth a line."""
 
-        self.server = _Server(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.shutdown()
+        self._server.server_close()
 
     def targets(self) -> list[dict[str, Any]]:
         """The file_sd entries."""
-        address = f"127.0.0.1:{self.server.server_address[1]}"
+        address = f"127.0.0.1:{self._server.server_address[1]}"
         return [
             {
                 "targets": [address],
@@ -219,7 +224,7 @@ def bench_rules(runs: int, minutes: float) -> Iterator[str]:
             fleet.steps = storm
             pause.wait(minutes * 20)
             yield from watched.told(f"{runs} runs x {RANKS} ranks, every one spikes", minutes / 6)
-        fleet.server.shutdown()
+        fleet.close()
 
 
 @contextmanager

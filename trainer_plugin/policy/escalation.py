@@ -1,12 +1,12 @@
 """When the next rung of the ladder may be climbed: a gentler remedy has had its time, or nothing is left. Pure."""
 
 from trainer_plugin.detection.readings import Readings
-from trainer_plugin.policy.decisions import ActionsConfig
+from trainer_plugin.policy.decisions import ActionsConfig, Moment
 from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.policy.partial import rollback_kind
 
 _SURE_STEPS = 10  # Good steps after a bad batch, until it is left out for good.
-NO_UPDATES_STEPS = 10  # Updates withheld in a row after which waiting for a better batch is no remedy.
+NO_UPDATES_STEPS = 10  # Updates withheld in a row after which people are told.
 
 # Of the steps after which a loss counts as not recovering, a lower rate shows within this part whether it helps.
 SETTLE_PART = 0.25
@@ -37,16 +37,26 @@ def gentle_remedy(incident: Incident, *, clips: bool) -> tuple[str, str] | None:
     return ("clip", "out of the robust band") if clips and not remedied else None
 
 
+def withheld_long(withheld_steps: int, sustained_steps: int, *, step: int, target_step: int) -> bool:
+    """Whether so many updates withheld in a row are reason enough to go back; the alert's rule says the same.
+
+    As many as going back from `step` to `target_step` would undo, or `sustained_steps`: who rents until the rent has
+    reached the price pays twice the least at most (the ski-rental problem). -1 if there is no target.
+    """
+    undone = step - withheld_steps - target_step if target_step >= 0 else 0
+    return withheld_steps >= max(NO_UPDATES_STEPS, min(undone, sustained_steps))
+
+
 def slow_remedy(
-    incident: Incident, readings: Readings, actions: ActionsConfig, sustained_steps: int
+    incident: Incident, readings: Readings, actions: ActionsConfig, moment: Moment, sustained_steps: int
 ) -> tuple[str, str] | None:
     """What to do and why, where the alert comes first. A lower rate mends no machine."""
-    may_lower = not incident.tried("lower_lr") and incident.class_ != "hardware"
+    may_lower, withheld = not incident.tried("lower_lr") and incident.class_ != "hardware", readings.withheld_steps
     if readings.loss_unrecovered_steps >= sustained_steps:
         reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
         return rollback_kind(incident, readings, actions), reason
-    if readings.withheld_steps >= NO_UPDATES_STEPS:
-        return "rollback", f"{readings.withheld_steps} updates withheld in a row"
+    if withheld_long(withheld, sustained_steps, step=moment.step, target_step=moment.target_step):
+        return "rollback", f"{withheld} updates withheld in a row"
     if readings.amp_scale_collapsed and may_lower:
         return "lower_lr", "AMP loss scale collapsed"
     if (sign := incident.lr_sign) and may_lower:

@@ -212,7 +212,7 @@ class Policy:
 
     def _slow(self, incident: Incident, readings: Readings, moment: Moment) -> tuple[str, str] | None:
         """What to do and why, where the alert comes first and has had its time."""
-        remedy = slow_remedy(incident, readings, self._actions, self._sustained_steps)
+        remedy = slow_remedy(incident, readings, self._actions, moment, self._sustained_steps)
         if remedy is None:
             self._slow_since = None
             return None

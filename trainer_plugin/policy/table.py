@@ -50,7 +50,11 @@ TABLE = (
         "rollback (of a few layers first with `partial_rollback: true`)",
         _ALERT,
     ),
-    Row("10 updates withheld in a row", "rollback", _ALERT),
+    Row(
+        "as many updates withheld in a row as going back would undo: 10 at least, 200 at most",
+        "rollback",
+        _ALERT,
+    ),
     Row("weights not finite", "rollback", _JOB),
     Row(
         "200 steps after a rollback that was due was refused for want of budget, and still no better",
