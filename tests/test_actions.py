@@ -136,6 +136,17 @@ def test_lower_lr_is_the_configured_factor(rig):
     assert rig.learning_rate.factor == 0.5
 
 
+@pytest.mark.parametrize(("hold_steps", "return_steps", "until"), [(200, 200, 80), (10, 5, 55)])
+@pytest.mark.parametrize("action", ["lower_lr", "rollback"])
+def test_a_precaution_is_brief(tmp_path, action, hold_steps, return_steps, until):
+    """A lower rate that is a precaution lasts 20 steps and comes back over 20, or less where less is configured."""
+    rig = Rig(tmp_path, lr_hold_steps=hold_steps, lr_return_steps=return_steps)
+    assert rig.apply(action, brief=True).outcome == "done"
+    held = min(20, hold_steps)
+    assert [rig.learning_rate.advance(40 + steps) for steps in (0, held - 1)] == [0.5, 0.5]
+    assert 0.5 < rig.learning_rate.advance(until - 1) < rig.learning_rate.advance(until) == 1.0
+
+
 def test_note_does_nothing_and_is_done(rig):
     """A note is only kept."""
     assert rig.apply("note").outcome == "done"

@@ -369,12 +369,22 @@ def test_recovery_is_eight_of_the_last_ten(inside, ends):
     assert next((i + 1 for i, count in enumerate(counts) if not count), None) == ends
 
 
+@pytest.mark.parametrize(("above", "ends"), [(0.0, 8), (0.9, 8), (1.1, None), (3.5, None)])
+def test_ten_steps_that_are_all_a_little_high_are_no_recovery(above, ends):
+    """Steps inside the band that are above the level by a deviation in the mean do not end the count."""
+    recovery = Recovery()
+    recovery.update(0, left_at=0, inside=False, above=20.0)
+    counts = [recovery.update(1 + i, left_at=None, inside=True, above=above) for i in range(30)]
+    assert next((i + 1 for i, count in enumerate(counts) if not count), None) == ends
+
+
 def test_recovery_state_round_trip():
     """A count put back goes on where it was, the last steps included."""
     first, second = Recovery(), Recovery()
     first.update(5, left_at=3, inside=False)
     for step in range(6, 13):
-        first.update(step, left_at=None, inside=True)
+        first.update(step, left_at=None, inside=True, above=0.5)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.unrecovered_steps == 10
-    assert second.update(13, left_at=None, inside=True) == 0
+    assert second.update(13, left_at=None, inside=True, above=5.0) == 10  # 8.5 deviations in 8 steps.
+    assert second.update(14, left_at=None, inside=True) == 0

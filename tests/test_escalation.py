@@ -201,6 +201,36 @@ def test_a_stop_is_said_once_and_its_time_begins_anew_after_a_start():
     assert [went[0] for went in again.went] == ["stop"]
 
 
+def test_a_surge_lowers_the_rate_briefly():
+    """It was clipped in its own step; where the rate had jumped before it, a lower one lasts, and where asked for."""
+    job = Job()
+    job.see("ema_ratio:grad_norm", surge=True)
+    decision = job.decide()[0]
+    assert (decision.action, decision.brief) == ("lower_lr", True)
+    asked = job.decide(job.operator("lower_lr"))[0]
+    assert (asked.source, asked.brief) == ("operator", False)
+    job = Job()
+    job.risen = (999, 4.0)
+    job.see("robust:loss", "ema_ratio:grad_norm", surge=True)
+    decision = job.decide()[0]
+    assert (decision.action, decision.brief) == ("lower_lr", False)
+
+
+def test_a_first_rollback_lowers_the_rate_briefly_and_a_second_to_the_same_place_does_not():
+    """Nor does one of a loss that had climbed: there the rate is suspect."""
+    job = Job()
+    job.spoil(5)
+    for brief in (True, False):
+        decision = job.decide(job.operator("rollback"))[0]
+        assert (decision.action, decision.brief) == ("rollback", brief)
+        job.obey(job.operator("rollback"), to_step=900)
+        job.spoil(5)
+    job = Job()
+    job.see("drift:loss")
+    climbed = job.decide(job.operator("rollback"))[0]
+    assert (climbed.incident.class_, climbed.brief) == ("lr_too_high", False)
+
+
 @pytest.mark.parametrize(
     ("step", "target_step", "due"), [(960, 900, 60), (1400, 900, 200), (903, 900, 10), (960, -1, 10)]
 )

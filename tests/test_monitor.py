@@ -235,6 +235,23 @@ def test_the_unrecovered_count_survives_batch_noise(run):
     assert run.readings.loss_unrecovered_steps == 0
 
 
+def test_a_loss_that_stays_higher_than_it_was_in_a_wide_band_is_not_back():
+    """Damaged weights that train on, a third above the level for good: each step alone is noise, and the count goes on.
+
+    A step's noise is a tenth of the loss, so the band reaches far beyond a third. Back at the level, it ends.
+    """
+    run = Run()
+
+    def noisy(level, steps):
+        run.show(*(level * (1.0 + run.noise.normal(0.0, 0.1)) for _ in range(steps)))
+        return run.readings.loss_unrecovered_steps
+
+    assert noisy(2.0, WARM) == 0
+    assert noisy(6.0, 10) == 10
+    assert noisy(2.7, 200) == 210
+    assert noisy(2.0, 20) == 0
+
+
 def test_one_bad_step_is_recovered_after_eight_good_ones(run):
     """A single spike is unrecovered for as long as it takes to see that it was single."""
     run.show(6.0)

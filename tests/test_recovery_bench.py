@@ -78,6 +78,20 @@ def test_one_close_look_is_no_recovery():
     assert (later.recovery_steps, later.steps_lost) == (40, 40)
 
 
+def test_a_look_just_beyond_the_limit_is_not_away():
+    """One or two at 3 % are noise, three are not, and neither is one at 5 %."""
+    steps = [
+        measure(result(straight([1.0, 1.0, *looks]))).steps_lost
+        for looks in (
+            [1.03, 1.0, 1.0, 1.03, 1.03, 1.0, 1.0, 1.0],
+            [1.0, 1.03, 1.03, 1.03, 1.0, 1.0, 1.0, 1.0],
+            [1.0, 1.0, 1.0, 1.05, 1.0, 1.0, 1.0, 1.0],
+            [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.03],
+        )
+    ]
+    assert steps == [0, 50, 50, 0]
+
+
 def test_what_is_rolled_back_counts_once():
     """Back from 660 to 600 after 60 steps, and at once the twin: 60 steps lost, those before the fault too."""
     ratios = {(10, 610): 1.0, (20, 620): 1.0, (30, 630): 3.0, (40, 640): 3.0, (50, 650): 3.0}

@@ -1,6 +1,7 @@
 """What each action does to the job. When, and whether at all, is the policy's business."""
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ _log = logging.getLogger(__name__)
 # R11: the data from 5 steps before the first bad step to 20 after it are suspect, run already or not.
 SUSPECT_BEFORE_STEPS = 5
 SUSPECT_AFTER_STEPS = 20
+# A lower rate that is a precaution: as long as an incident takes to count as healed, and as long for its way back.
+BRIEF_STEPS = 20
 _WRITER_WAIT_SECONDS = 10.0
 
 
@@ -96,7 +99,7 @@ class Actions:
         if decision.action == "clip":
             return self._tighten_clip(moment)
         if decision.action == "lower_lr":
-            return self._lower_lr(moment)
+            return self._lower_lr(decision, moment)
         if decision.action in ("rollback", "partial_rollback"):
             go_back = self._rollback if decision.action == "rollback" else self._partial_rollback
             return go_back(decision, moment)
@@ -145,16 +148,18 @@ class Actions:
         limit = self._clip.max_norm(moment.steps_total)
         return Result(outcome="done", detail=f"clip to {limit:g} for {self._config.clip_steps} steps")
 
-    def _lower_lr(self, moment: Moment, *, stack: bool = True) -> Result:
+    def _lower_lr(self, decision: Decision, moment: Moment, *, stack: bool = True) -> Result:
+        most = BRIEF_STEPS if decision.brief else sys.maxsize
+        hold_steps = min(self._config.lr_hold_steps, most)
         factor = self._learning_rate.lower(
             self._config.lr_factor,
             floor=self._lr_floor,
             now=moment.steps_total,
-            hold_steps=self._config.lr_hold_steps,
-            return_steps=self._config.lr_return_steps,
+            hold_steps=hold_steps,
+            return_steps=min(self._config.lr_return_steps, most),
             stack=stack and self._config.lr_stacking,
         )
-        return Result(outcome="done", detail=f"learning rate x {factor:g} for {self._config.lr_hold_steps} steps")
+        return Result(outcome="done", detail=f"learning rate x {factor:g} for {hold_steps} steps")
 
     def _rollback(self, decision: Decision, moment: Moment) -> Result:
         moments = self._config.rollback_optimizer
@@ -213,7 +218,7 @@ class Actions:
                 continue
             if decision.incident.class_ != "hardware":  # A lower rate mends no machine.
                 # Of a rate that jumped the cause is known, and was halved for at once: going back undoes the rest.
-                self._lower_lr(moment, stack=decision.incident.rate_rise is None)
+                self._lower_lr(decision, moment, stack=decision.incident.rate_rise is None)
             detail = f"to step {target.step} from the {loaded.tier} tier"
             if loaded.degraded:
                 detail += f", degraded: {', '.join(loaded.degraded)} is out of order"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from recovery_plan import CLEAN, RESTART_MINUTES, STEP_SECONDS
 
-# As the twin's: within so much of its held-out loss, at so many looks one after the other.
+# As the twin's: within so much of its held-out loss, at so many looks in a row. No longer so: likewise, or by
+# twice as much at one look. Other data than the twin's, as after a rollback, are a look just beyond it now and then.
 CLOSE_RATIO = 0.02
 LOOKS_IN_A_ROW = 3
 # The end of a trial is the mean of its last looks.
@@ -63,18 +64,22 @@ def measure(result):
 
 
 def _recovery(looks, start):
-    """Where the loss is the twin's again: the first of three close looks after one that was not; `start` if all are."""
-    away = next((place for place, look in enumerate(looks) if not _close(look)), None)
+    """Where the loss is the twin's again: the first of three close looks after it was away; `start` if it never was."""
+    close = [look[3] <= 1.0 + CLOSE_RATIO for look in looks]
+    away = next(
+        (
+            place
+            for place, look in enumerate(looks)
+            if look[3] > 1.0 + 2.0 * CLOSE_RATIO or close[place : place + LOOKS_IN_A_ROW] == [False] * LOOKS_IN_A_ROW
+        ),
+        None,
+    )
     if away is None:
         return start if looks else None
     for place in range(away, len(looks) - LOOKS_IN_A_ROW + 1):
-        if all(_close(look) for look in looks[place : place + LOOKS_IN_A_ROW]):
+        if all(close[place : place + LOOKS_IN_A_ROW]):
             return looks[place][:3]
     return None
-
-
-def _close(look):
-    return look[3] <= 1.0 + CLOSE_RATIO
 
 
 def _finite(ratio):

@@ -128,11 +128,9 @@ class Monitor:
 
         # Ratios and scores are to the baselines of the steps before, which have not learnt from this one.
         warm = self._loss_robust.warm
-        if warm:
-            self._loss_ratio = self._loss_ema.ratio(loss)
-            self._grad_norm_ratio = self._grad_norm_ema.ratio(grad_norm)
-        else:  # R1: in warm-up no finite value is a spike, here or in a rule.
-            self._loss_ratio = self._grad_norm_ratio = math.nan
+        # R1: in warm-up no finite value is a spike, here or in a rule.
+        self._loss_ratio = self._loss_ema.ratio(loss) if warm else math.nan
+        self._grad_norm_ratio = self._grad_norm_ema.ratio(grad_norm) if warm else math.nan
         self._loss_high_steps.update(self._loss_ratio)
         self._grad_norm_high_steps.update(self._grad_norm_ratio)
         sigma_verdict = self._loss_sigma.update(step, loss)
@@ -243,14 +241,16 @@ class Monitor:
 
     def _count_recoveries(self, step: int, loss: Verdict | None, norm: Verdict | None) -> None:
         """Count how long each signal has been out of its band, from its verdict (if any) and its score."""
-        back_below = self._config.robust_score * self._BACK_RATIO
-        for recovery, verdict, score in (
-            (self._recovery, loss, self._loss_score), (self._norm_recovery, norm, self._grad_norm_score)
+        back_below, level = self._config.robust_score * self._BACK_RATIO, self._loss_robust.reference
+        # What another mix of data makes is no reason to go back.
+        above = self._judged - level > (self._config.drift_least_ratio - 1.0) * abs(level)
+        for recovery, verdict, score, far in (
+            (self._recovery, loss, self._loss_score, above), (self._norm_recovery, norm, self._grad_norm_score, False)
         ):  # fmt: skip
             if verdict is not None or recovery.unrecovered_steps:
                 # What began long ago but is found only now has had no remedy: half of its time is left.
                 left_at = None if verdict is None else max(verdict.first_step, step - self._config.sustained_steps // 2)
-                recovery.update(step, left_at=left_at, inside=score < back_below)
+                recovery.update(step, left_at=left_at, inside=score < back_below, above=score if far else 0.0)
 
     def _accept_what_lasts(self) -> None:
         """R7: a level is believed after its limit; a norm over a calm loss is no fault, and is believed sooner."""

@@ -10,31 +10,40 @@ class Recovery:
     """How long the loss has been out of its robust band without coming back for good.
 
     Back for good is `BACK_STEPS` of the last `OF_STEPS` steps inside the band: a count of strictly consecutive bad
-    steps would be broken by batch noise, and a single good step would end it. `values` counts the values since then,
-    which are fewer than the steps in a log of every nth step.
+    steps would be broken by batch noise, and a single good step would end it. And those inside must be above the level
+    by less than `NEAR_SCORE` deviations in the mean: what is noise in one step is a fault that stays in eight (damaged
+    weights that train on, in a run whose band is wide). `values` counts the values since then, which are fewer than the
+    steps in a log of every nth step.
     """
 
     BACK_STEPS = 8
     OF_STEPS = 10
+    NEAR_SCORE = 1.0  # As the drift detector allows.
 
     def __init__(self) -> None:
         self.unrecovered_steps = 0
         self.values = 0
         self._left_at = 0
         self._inside: deque[bool] = deque(maxlen=self.OF_STEPS)
+        self._above: deque[float] = deque(maxlen=self.OF_STEPS)
 
-    def update(self, step: int, *, left_at: int | None, inside: bool) -> int:
-        """Count one step: `left_at` is the first step of a deviation found now; `inside`, whether the loss is back."""
+    def update(self, step: int, *, left_at: int | None, inside: bool, above: float = 0.0) -> int:
+        """Count one step: `left_at` is the first step of a deviation found now; `inside`, whether the loss is back.
+
+        `above` is its distance from the level in deviations, 0 where that is not worth a word.
+        """
         if self.unrecovered_steps:
             self._inside.append(inside)
-            if sum(self._inside) >= self.BACK_STEPS:
+            self._above.append(above if inside else 0.0)
+            count = sum(self._inside)
+            if count >= self.BACK_STEPS and sum(self._above) < self.NEAR_SCORE * count:
                 self.clear()
                 return 0
         elif left_at is None:
             return 0
         else:
             self._left_at = left_at
-            self._inside.clear()
+            self._forget()
         self.values += 1
         steps = max(step - self._left_at + 1, 1)
         # A log of every 200th step has no 200 bad steps to show in one line: first it must have had the time to return.
@@ -44,7 +53,11 @@ class Recovery:
     def clear(self) -> None:
         """Stop counting."""
         self.unrecovered_steps = self.values = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._inside.clear()
+        self._above.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The count and the last steps."""
@@ -53,14 +66,16 @@ class Recovery:
             "values": self.values,
             "left_at": self._left_at,
             "inside": list(self._inside),
+            "above": list(self._above),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
         self.unrecovered_steps, self.values = state["unrecovered_steps"], state["values"]
         self._left_at = state["left_at"]
-        self._inside.clear()
+        self._forget()
         self._inside.extend(state["inside"])
+        self._above.extend(state.get("above", ()))  # A checkpoint of before these were kept.
 
 
 class HighSteps:

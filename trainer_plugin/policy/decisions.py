@@ -67,7 +67,8 @@ class Moment:
 class Decision:
     """One action to take now. A rollback goes to a state before `before_step`, its suspect window times `widen`.
 
-    A partial one takes back `layers` alone, the one that surged most first.
+    A partial one takes back `layers` alone, the one that surged most first. `brief`: the lower learning rate is a
+    precaution, and need not last.
     """
 
     action: str
@@ -78,6 +79,7 @@ class Decision:
     before_step: int = 0
     widen: int = 1
     layers: tuple[str, ...] = ()
+    brief: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

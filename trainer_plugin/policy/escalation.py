@@ -37,6 +37,20 @@ def gentle_remedy(incident: Incident, *, clips: bool) -> tuple[str, str] | None:
     return ("clip", "out of the robust band") if clips and not remedied else None
 
 
+def is_brief(action: str, source: str, incident: Incident, *, again: bool, surged: bool) -> bool:
+    """Whether a lower learning rate is but a precaution: the surge was clipped in its own step, or the run goes back.
+
+    Each step at half the rate is half a step lost, so it lasts only where the rate itself is suspect: the loss climbed
+    or oscillated before, or the run goes back to the same place `again`; and, until it has gone back, where the rate
+    jumped. What is asked for lasts.
+    """
+    if again or (incident.class_ == "lr_too_high" and incident.rate_rise is None):
+        return False
+    if action == "lower_lr":
+        return source == "local" and surged and incident.rate_rise is None
+    return "rollback" in action
+
+
 def withheld_long(withheld_steps: int, sustained_steps: int, *, step: int, target_step: int) -> bool:
     """Whether so many updates withheld in a row are reason enough to go back; the alert's rule says the same.
 

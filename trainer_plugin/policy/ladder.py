@@ -12,6 +12,7 @@ from trainer_plugin.policy.escalation import (
     NO_UPDATES_STEPS,
     answered,
     gentle_remedy,
+    is_brief,
     quick_remedy,
     refused_rollback,
     settling,
@@ -288,6 +289,7 @@ class Policy:
             before_step=min([incident.before_step, *(rollback.to_step for rollback in again)]),
             widen=2 ** len(again),
             layers=partial_layers(incident, self._readings, most, command) if partial else (),
+            brief=is_brief(action, source, incident, again=bool(again), surged=self._surged),
         )
 
     def _in_vain(self, incident: Incident | None, moment: Moment) -> list[Rollback]:
