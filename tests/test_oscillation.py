@@ -111,3 +111,15 @@ def test_spikes_that_are_verdicts_by_themselves_oscillate_too():
     said = spoken(lambda step, _: 0.5 * (step % 25 < 2), steps=1300)
     assert {v.detector for v in said} == {"robust", "oscillation"}
     assert next(v for v in said if v.detector == "oscillation").step == 1076
+
+
+def test_the_way_back_from_a_jump_is_no_oscillation():
+    """A loss that jumps and comes back up and down, in a run whose band is wide, is one deviation all the way."""
+    monitor, rng, said = Monitor(DetectionConfig()), np.random.default_rng(0), []
+    for step in range(1, 901):
+        level = 2.0 if step <= 700 else 2.0 + 2.5 * math.exp((700 - step) / 60)
+        wave = 0.7 * (step > 720 and step % 20 < 3)
+        loss = level * (1.0 + rng.normal(0.0, 0.08)) + wave
+        said += monitor.judge(signals(step, loss, grad_norm=1.0))
+    assert {v.detector for v in said if v.signal == "loss"} >= {"robust"}
+    assert "oscillation" not in {v.detector for v in said}

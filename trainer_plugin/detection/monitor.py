@@ -128,8 +128,7 @@ class Monitor:
 
         # Ratios and scores are to the baselines of the steps before, which have not learnt from this one.
         warm = self._loss_robust.warm
-        # R1: in warm-up no finite value is a spike, here or in a rule.
-        self._loss_ratio = self._loss_ema.ratio(loss) if warm else math.nan
+        self._loss_ratio = self._loss_ema.ratio(loss) if warm else math.nan  # R1: in warm-up nothing finite is a spike.
         self._grad_norm_ratio = self._grad_norm_ema.ratio(grad_norm) if warm else math.nan
         self._loss_high_steps.update(self._loss_ratio)
         self._grad_norm_high_steps.update(self._grad_norm_ratio)
@@ -211,7 +210,8 @@ class Monitor:
         spike = robust.update(step, loss, learn=learn)
         score, patient, drift, oscillation = robust.last_score, robust.widened, None, None
         if robust.warm and not patient:
-            oscillation = self._oscillation.update(step, loss, score=score, tail_ratio=tail_ratio, center=center)
+            seen = {"score": score, "center": center, "tail_ratio": tail_ratio}
+            oscillation = self._oscillation.update(step, loss, settled=learn, **seen)
         else:
             self._oscillation.reset()
         if judge and not patient:

@@ -21,7 +21,7 @@ class Oscillation:
     Falling back takes it more than one step; every tenth batch may be from another domain, and does not count.
     The scores are held against the run's own tail, so that a noisy run does not seem to oscillate (one in 30,000 values
     of normal noise is above 4), and against the tail as it was before the first of the spikes, which soon are a tail
-    themselves.
+    themselves. None begins while the loss is not back from the one before: its way back is up and down as well.
     """
 
     def __init__(self, signal: str, *, spikes: int, window: int, least_ratio: float = 1.0) -> None:
@@ -38,8 +38,13 @@ class Oscillation:
         # Number of the value and its step, for each spike in the window.
         self._found: deque[tuple[int, int]] = deque()
 
-    def update(self, step: int, value: float, *, score: float, tail_ratio: float, center: float) -> Verdict | None:
-        """Judge a step by its score against the center and the tail that the robust detector holds."""
+    def update(
+        self, step: int, value: float, *, score: float, tail_ratio: float, center: float, settled: bool = True
+    ) -> Verdict | None:
+        """Judge a step by its score against the center and the tail that the robust detector holds.
+
+        `settled`: the loss was back before this step.
+        """
         if not math.isfinite(score):
             return None
         self._seen += 1
@@ -51,7 +56,7 @@ class Oscillation:
         if score < _OVER_SCORE:
             self._inside, self._begun = True, None
             return None
-        if score > _SPIKE_SCORE and self._inside and value - center > self._least_rise * abs(center):
+        if score > _SPIKE_SCORE and self._inside and settled and value - center > self._least_rise * abs(center):
             self._inside, self._begun, self._values = False, step, 0
         self._values += 1
         least = _LEAST_VALUES if self._tail_ratio < _HEAVY_TAIL else _LEAST_VALUES + 1
