@@ -103,7 +103,8 @@ class SimulatedRun:
         self._note("TrainLossNotRecovering", now, holds=readings.loss_unrecovered_steps >= sustained_steps)
         withheld = withheld_long(readings.withheld_steps, sustained_steps, step=self.step, target_step=-1)
         self._note("TrainNoUpdates", now, holds=withheld)
-        self._note("TrainUpdatesWithheld", now, holds=readings.withheld_steps >= NO_UPDATES_STEPS)
+        if readings.withheld_steps == NO_UPDATES_STEPS:
+            self.events.setdefault("TrainUpdatesWithheld", []).append(now)
         self._note("TrainAmpScaleCollapse", now, holds=readings.amp_scale_collapsed)
 
     def hurry(self, steps: int) -> None:

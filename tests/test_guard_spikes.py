@@ -81,7 +81,9 @@ def test_a_toxic_batch_is_as_if_it_had_never_been(make_guard, kind, scaled):
     assert page.value("train_rollback_lost_steps_total") == 0
     (incident,) = guarded.guard._parts.policy.state.incidents
     # Withheld; leaving it out for good is tried too, but this loop draws its batches by itself.
-    assert [(r.action, r.outcome) for r in incident.remedies] == [("skip_batch", "done"), ("skip_batch", "observed")]
+    # A machine that is busy right now makes slow steps, for which a checkpoint is saved.
+    remedies = [(r.action, r.outcome) for r in incident.remedies if r.action != "checkpoint"]
+    assert remedies == [("skip_batch", "done"), ("skip_batch", "observed")]
     assert incident.healed
     assert twin.guard._parts.policy.state.incidents == []
 
