@@ -43,6 +43,65 @@ def build_broken():
     raise RuntimeError("no such weights")
 
 
+def build_meta():
+    """A factory whose model has no memory."""
+    return tiny_model(dropout=0.5).to("meta"), sample_losses
+
+
+def build_extra():
+    """A factory whose model wants more than the scene's has."""
+
+    class Model(nn.Sequential):
+        def get_extra_state(self):
+            return 1
+
+        def set_extra_state(self, state):
+            del state
+
+    return Model(*tiny_model(dropout=0.5)), sample_losses
+
+
+class OneWay(torch.autograd.Function):
+    """Has a forward pass."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        """As it is."""
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _gradient):
+        """Fails."""
+        raise RuntimeError("no way back,\nnot at all")
+
+
+def build_one_way():
+    """A factory whose losses cannot be gone back from."""
+    return tiny_model(dropout=0.5), lambda model, batch: OneWay.apply(sample_losses(model, batch))
+
+
+def build_ending():
+    """A factory whose loss function ends the process."""
+
+    def losses(_model, _batch):
+        raise SystemExit(3)
+
+    return tiny_model(dropout=0.5), losses
+
+
+class WordlessError(Exception):
+    """An error that fails to tell itself."""
+
+    def __str__(self) -> str:
+        """Fails."""
+        raise ValueError("no words")
+
+
+def build_wordless():
+    """A factory that fails, and so does its error."""
+    raise WordlessError
+
+
 def sample_losses(model, batch):
     """The loss of each sample."""
     return (model(batch["x"]) - batch["y"]).square().squeeze(1)

@@ -1,13 +1,28 @@
 """Attribution: which class an incident is, how it becomes another one, and what each class is done about it."""
 
 import math
+import random
 
 import msgspec
 import pytest
+from curves import signals
 from test_policy import COOLDOWN_STEPS, SUSTAINED_STEPS, Job
 
-from trainer_plugin.policy.attribution import LASTING_STEPS, RISE_STEPS, SHORT_STEPS, StepTimes, classify
+from trainer_plugin.detection.detectors import DetectionConfig
+from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.policy.attribution import (
+    LASTING_STEPS,
+    RISE_STEPS,
+    SHORT_STEPS,
+    RateRises,
+    Rise,
+    StepTimes,
+    classify,
+)
+from trainer_plugin.policy.budget import BudgetConfig
+from trainer_plugin.policy.decisions import ActionsConfig
 from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.policy.ladder import Policy
 from trainer_plugin.policy.state import PolicyState
 
 JUMP = {"robust:loss": 5, "robust:grad_norm": 5}
@@ -74,6 +89,53 @@ def test_a_rate_is_blamed_for_what_follows_it_soon(ago, blamed):
     incident.rate_rose(500 - ago, 30.0)
     assert (incident.class_ == "lr_too_high") == blamed
     assert bool(incident.evidence) == blamed
+
+
+def cyclic(cycle_steps: int, *bad: int, harmful: bool = False) -> list[Incident]:
+    """The incidents of 1500 steps in which the rate falls to a tenth and jumps back, with these bad batches."""
+    monitor = Monitor(DetectionConfig())
+    policy = Policy(mode="auto", actions=ActionsConfig(), budget=BudgetConfig(), sustained_steps=SUSTAINED_STEPS)
+    draw = random.Random(0)
+    for step in range(1, 1501):
+        after_jump = step % cycle_steps == 1 and step > 500 and harmful
+        loss = 9.0 if step in bad or after_jump else 2.0 + 0.05 * draw.gauss(0.0, 1.0)
+        rate = 1e-3 * (1.0 - 0.9 * (step % cycle_steps) / cycle_steps)
+        seen = signals(step, loss, grad_norm=math.exp(0.15 * draw.gauss(0.0, 1.0)), learning_rates=(rate,))
+        policy.observe(seen, *monitor.update(seen), weights_finite=True, steps_total=step)
+    return policy.state.incidents
+
+
+@pytest.mark.parametrize("cycle_steps", [60, 400])
+def test_a_rise_that_was_borne_before_is_not_blamed(cycle_steps):
+    """A cyclic schedule jumps back again and again: one bad batch after it is a batch."""
+    [incident] = cyclic(cycle_steps, 3 * 400 + 50)
+    assert (incident.class_, incident.rate_rise) == ("bad_sample", None)
+
+
+def test_a_rise_that_hurts_each_time_is_blamed_each_time():
+    """That it comes again makes it no better."""
+    assert [one.class_ for one in cyclic(400, harmful=True)] == ["lr_too_high"] * 2
+
+
+def test_a_rise_unlike_those_that_were_borne_is_blamed():
+    """A rate far above that of all cycles before is a cause, borne jumps or not; kept over a restart."""
+    rises = RateRises(borne=[Rise(step=100, ratio=10.0, rate=1e-3)])
+    rises = msgspec.json.decode(msgspec.json.encode(rises), type=RateRises)
+    readings, _ = Monitor(DetectionConfig()).update(signals(1, 2.0))
+    for step, ratio, rate, known in ((500, 9.0, 1.1e-3, True), (900, 9.0, 1e-4, False), (1300, 40.0, 1e-3, False)):
+        told = msgspec.structs.replace(readings, rate_rise=(step, ratio))
+        judged = rises.judge(signals(step, 2.0, learning_rates=(rate,)), told, quiet=True)
+        assert judged.rate_rise == (None if known else (step, ratio))
+
+
+@pytest.mark.parametrize("rates", [(math.inf,), (math.nan, 1.0), (1.0, math.nan)])
+def test_a_rate_that_is_no_number_breaks_no_state(rates):
+    """A schedule that divides by zero is blamed, and what is kept of it is read again."""
+    rises = RateRises(newest=Rise(step=1, ratio=10.0, rate=1e-3))
+    readings, _ = Monitor(DetectionConfig()).update(signals(1, 2.0))
+    told = msgspec.structs.replace(readings, rate_rise=(500, math.inf))
+    assert rises.judge(signals(500, 2.0, learning_rates=rates), told, quiet=True).rate_rise == (500, math.inf)
+    assert msgspec.json.decode(msgspec.json.encode(rises), type=RateRises) == rises
 
 
 def test_a_rate_that_rose_is_lowered_at_once():

@@ -83,9 +83,9 @@ def test_a_run_folder_in_use_is_refused(tmp_path, capsys):
     folder.lock.release()
 
 
-@pytest.mark.parametrize("arguments", [("--steps", "100"), ("--seed", "-1")])
+@pytest.mark.parametrize("arguments", [("--steps", "100"), ("--seed", "-1"), ("--seed", "9" * 20)])
 def test_numbers_out_of_range_are_refused(tmp_path, capsys, arguments):
-    """Too few steps for the fault and a negative seed are told before anything is made."""
+    """Too few steps for the fault and a seed that no generator takes are told before anything is made."""
     assert arguments[0] in refused(capsys, *arguments, "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

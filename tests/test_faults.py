@@ -109,7 +109,7 @@ def test_nan_gradient_hits_one_element_of_the_named_parameter(model):
 def test_nan_gradient_of_an_unknown_parameter_is_refused(model):
     """A parameter that has no gradient is named in the error, with those that have one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"found head.weight among \['0.weight'"):
+    with pytest.raises(ValueError, match=r"found head.weight among 0.weight, 0.bias, "):
         step(Faults().nan_gradient(at=0, parameter="head.weight"), model, optimizer)
 
 
@@ -145,12 +145,66 @@ def test_faults_are_counted_by_kind(model):
         {"at": 0, "times": 2.0, "steps": 0},
         {"at": 0, "times": 0.0},
         {"at": 0, "times": math.inf},
+        {"at": 0, "times": "2"},
+        {"at": 1.5, "times": 2.0},
+        {"at": "1", "times": 2.0},
+        {"at": True, "times": 2.0},
+        {"at": math.nan, "times": 2.0},
     ],
 )
 def test_nonsense_is_refused(wrong):
     """A fault before the start, of no length, or with a factor that is no positive number is refused."""
     with pytest.raises(ValueError, match="lr_jump: "):
         Faults().lr_jump(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (lambda: Faults().bit_flip(at=0, bit=32), "bit_flip: bit must be 0 to 31, found 32"),
+        (lambda: Faults().nan_gradient(at=0, parameter=3), "nan_gradient: parameter must be a name, found 3"),
+        (lambda: Faults().xid(at=0, driver=None), "xid: something with a method `fail` wanted, found NoneType"),
+        (lambda: Faults().ecc(at=0, driver=None), "ecc: something with a method `count_ecc` wanted"),
+        (lambda: Faults().network_errors(at=0, links=None), "network_errors: something with a method `fail` wanted"),
+    ],
+)
+def test_what_could_not_fire_is_refused_when_it_is_planned(plan, told):
+    """A drill of the night must not end at its step for a bit or a driver that was never there."""
+    with pytest.raises(ValueError, match=told):
+        plan()
+
+
+def test_a_fault_fires_once_a_step_however_often_it_is_asked():
+    """Of a step with micro-batches only the first call is hit, and `steps` counts steps."""
+    faults = Faults().huge_sample(at=1, times=10.0, steps=2)
+    seen = []
+    for _ in range(4):
+        seen += [faults.on_losses(torch.ones(2))[0].item() for _ in range(2)]
+        faults.before_step()
+        faults.after_step()
+    assert seen == [1, 1, 10, 1, 10, 1, 1, 1]
+    assert (faults.fired, faults.first_step("huge_sample"), faults.last_step("huge_sample")) == (
+        {"huge_sample": 2}, 2, 3,
+    )  # fmt: skip
+
+
+def test_the_rates_of_several_optimizers_jump_together_and_come_back(model):
+    """Each gets its own rate back, the step counts once, and a step begun twice is refused with the rates as before."""
+    both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[1].parameters(), lr=0.01)]
+    faults = Faults().lr_jump(at=1, times=10.0, steps=2)
+    used = []
+    for _ in range(3):
+        faults.before_step(*both)
+        used.append([one.param_groups[0]["lr"] for one in both])
+        faults.after_step(*both)
+    assert used == [[0.1, 0.01], [1.0, 0.1], [1.0, 0.1]]
+    assert [one.param_groups[0]["lr"] for one in both] == [0.1, 0.01]
+    assert (faults.steps_run, faults.fired) == (3, {"lr_jump": 2})
+    again = Faults().lr_jump(at=0, times=10.0)
+    again.before_step(both[0])
+    with pytest.raises(RuntimeError, match="before_step wanted once a step, with all its optimizers"):
+        again.before_step(both[1])
+    assert [one.param_groups[0]["lr"] for one in both] == [0.1, 0.01]
 
 
 def batch():
@@ -178,6 +232,15 @@ def test_garbage_of_floats_is_noise_over_their_range():
     (noise,) = Faults().garbage_text(at=0).on_data(0, torch.tensor([[-1.0, 3.0]] * 50))
     assert -1.0 <= noise.min() < 0.0
     assert 2.0 < noise.max() <= 3.0
+
+
+@pytest.mark.parametrize("values", [torch.arange(256, dtype=torch.uint8), torch.arange(256) % 2 == 0])
+def test_garbage_of_bytes_is_noise_too(values):
+    """One more than the greatest byte is no byte: pixels become noise, and not all the same."""
+    [noise] = Faults().garbage_text(at=0).on_data(0, values)
+    assert noise.dtype == values.dtype
+    wanted = values.float().std()
+    assert abs(noise.float().std() - wanted) < 0.2 * wanted
 
 
 def test_labels_are_shuffled_and_inputs_are_not():
@@ -261,6 +324,14 @@ def test_one_bit_of_one_weight_flips(model):
         Faults().bit_flip(at=0).on_forward(nn.Linear(2, 2).half())
 
 
+def test_a_bit_of_weights_that_lie_across_flips_too():
+    """Memory that is not in the order of the rows."""
+    model = nn.Linear(4, 6, bias=False)
+    model.weight.data = torch.ones(4, 6).t()
+    Faults().bit_flip(at=0, bit=31).on_forward(model)
+    assert int((model.weight == -1.0).sum()) == 1
+
+
 def test_weights_get_noise_of_their_own_size(model):
     """Only those so called, once, and the same for the same seed."""
     before = [p.detach().clone() for p in model.parameters()]
@@ -282,6 +353,9 @@ def test_slowness_and_the_machines_word(model):
     faults.on_data(0, *batch())
     for _ in range(3):
         faults.on_forward(model)
+        faults.on_forward(model)  # A micro-batch more: the same step.
+        faults.before_step()
+        faults.after_step()
     faults.on_data(1, *batch())
     assert slept == [2.0, 3.0]
     assert driver.told == [("xid", 1, 79), ("xid", 0, 48), ("ecc", 2), ("ecc", 2)]

@@ -23,8 +23,8 @@ MAX_LINES = 300
 # The modules of the trainer's side in one order: each may import only what stands before it.
 ORDER = (
     # Plain numbers: no torch.
-    "signals", "damage", "detection.detectors", "detection.ordered_window", "detection.tail", "detection.robust",
-    "detection.drift", "detection.level", "detection.oscillation", "detection.loss_scale",
+    "signals", "sample_ids", "damage", "detection.detectors", "detection.ordered_window", "detection.tail",
+    "detection.robust", "detection.drift", "detection.level", "detection.oscillation", "detection.loss_scale",
     "detection.hard_batches", "detection.nonfinite", "detection.recovery", "detection.readings",
     "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.table", "policy.attribution",
     "policy.incidents", "policy.decisions", "policy.partial", "policy.escalation", "policy.budget", "policy.state",

@@ -108,7 +108,7 @@ def test_a_rank_that_left_a_save_out_goes_back_with_the_others(tmp_path):
 
 
 def odd_values(folder, _rank):
-    """Sharded layers beside a whole one in mode observe; and once sample ids that are no sequence of texts."""
+    """Sharded layers beside a whole one in mode observe; once a loss that is none, once ids that are no texts."""
     model = model_of()
     fully_shard(model[0])
     fully_shard(model[2])
@@ -119,7 +119,8 @@ def odd_values(folder, _rank):
     for number in range(4):
         loss = 100.0 * model(torch.ones(4, 6)).square().mean()
         loss.backward()
-        guard.before_optimizer(loss, sample_ids=torch.tensor([1, 2]) if number == 1 else None)
+        odd_loss = torch.ones(2) if number == 1 else loss
+        guard.before_optimizer(odd_loss, sample_ids=torch.tensor([1, 2]) if number == 2 else None)
         clipped.append(model[4].weight.grad.norm().item())
         optimizer.step()
         optimizer.zero_grad()

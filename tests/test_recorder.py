@@ -1,7 +1,9 @@
 """The flight recorder: the last steps' signals, and what the last three steps began with."""
 
+import enum
 import random
 
+import numpy as np
 import pytest
 import torch
 from curves import signals
@@ -83,14 +85,36 @@ class Odd:
     """What no file of plain values can hold."""
 
 
+class Source(enum.StrEnum):
+    """A text, and of a class that a reader does not have."""
+
+    WEB = "web"
+
+
+class OwnTensor(torch.Tensor):
+    """A tensor of a class that a reader does not have."""
+
+
+ITSELF: list[object] = []
+ITSELF.append(ITSELF)
+
+
 @pytest.mark.parametrize(
     ("batches", "why"),
     [
         ([Odd()], "a batch is or holds a Odd, no plain value"),
         ([{"tokens": torch.ones(2)}, (torch.ones(2), [Odd()])], "a batch is or holds a Odd, no plain value"),
         ([torch.empty(1 << 25, dtype=torch.int8), torch.empty((1 << 25) + 1, dtype=torch.int8)], "more than 64 MiB"),
+        ([{"weight": np.float64(1.0)}], "a batch is or holds a float64, no plain value"),
+        ([{"source": Source.WEB}], "a batch is or holds a Source, no plain value"),
+        ([{Source.WEB: 1}], "a batch is or holds a Source, no plain value"),
+        ([torch.ones(2).as_subclass(OwnTensor)], "a batch is or holds a OwnTensor, no plain value"),
+        ([torch.eye(2).to_sparse()], "a batch is or holds a tensor that is sparse, no plain value"),
+        ([torch.empty(2, device="meta")], "a batch is or holds a tensor that is without data, no plain value"),
+        ([ITSELF], "a batch is nested too deeply"),
+        ([["x" * (1 << 26), b"y"]], "more than 64 MiB"),
     ],
-    ids=["odd", "odd inside", "large"],
+    ids=["odd", "odd inside", "large", "number", "text", "key", "tensor", "sparse", "meta", "itself", "book"],
 )
 def test_batches_that_cannot_be_stored_are_not_held(batches, why):
     """None of a step's batches is kept, and it is said why; position and random state are."""

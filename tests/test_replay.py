@@ -14,7 +14,9 @@ import msgspec
 import pytest
 import torch
 from replays import BAD_ID, far_off, make_scene, not_a_number, replayed
+from training import settings
 
+from trainer_plugin import Guard
 from trainer_plugin.__main__ import cli
 from trainer_plugin.checkpoints import manifest
 from trainer_plugin.replay import factory
@@ -203,6 +205,14 @@ def test_another_factory_may_be_named(spike, monkeypatch, capsys):
         ("replays", "`module:function` wanted"),
         ("replays:build_nothing", "`(model, loss_fn)` or `(model, loss_fn, batch_of)` wanted, found NoneType"),
         ("replays:build_broken", "failed: RuntimeError: no such weights"),
+        ("replays:build_meta", "0.bias is on the meta device in its model"),
+        (
+            "replays:build_extra",
+            "does not take the scene's state: RuntimeError: Error(s) in loading state_dict for Model",
+        ),
+        ("replays:build_one_way", "the backward pass of its loss_fn failed: RuntimeError: no way back, not at all"),
+        ("replays:build_ending", "loss_fn failed on the scene's batch: SystemExit: 3"),
+        ("replays:build_wordless", "failed: WordlessError"),
         ("replays:build_scalar", "loss_fn must give the loss of each sample, shape [B], found shape []"),
     ],
 )
@@ -291,3 +301,90 @@ def test_a_scene_that_cannot_be_trusted_is_told_in_one_line(spike, tmp_path, cap
     assert told in error
     assert not trap.exists()
     assert content(run) == before
+
+
+def hashed_anew(folder, name: str, content: bytes) -> None:
+    """Replace a file of a scene, and have its manifest say so."""
+    set_bytes(folder / name, content)
+    found = manifest.read(folder)
+    entry = manifest.File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    manifest.seal(folder, msgspec.structs.replace(found, files={**found.files, name: entry}))
+
+
+def leading_out(folder) -> bytes:
+    """Metadata that are whole, but for a file that lies elsewhere."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../outside"
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("how", ["code", "code in plain values", "no metadata", "leads out"])
+def test_a_scene_made_to_be_run_runs_nothing(spike, tmp_path, capsys, how):
+    """Every hash is right, since who made the scene made them too: no code in it runs, no file elsewhere is read."""
+    run, trap = tmp_path / "run", tmp_path / "trap"
+    shutil.copytree(spike.parent.parent, run)
+    folder = run / "scenes" / spike.name
+    if how == "code in plain values":
+        torch.save(Trap(trap), tmp_path / "plain.pt")
+        hashed_anew(folder, "plain.pt", (tmp_path / "plain.pt").read_bytes())
+    else:
+        contents = {"code": pickle.dumps(Trap(trap)), "no metadata": pickle.dumps(3), "leads out": leading_out(folder)}
+        hashed_anew(folder, ".metadata", contents[how])
+    assert cli(["replay", str(folder), "--factory", "replays:build"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "not a state that can be read" in error
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"loss": "high"}, "steps[29]: loss: a number wanted, found 'high'"),
+        ({"grad_norm": [1]}, "steps[29]: grad_norm: a number wanted, found [1]"),
+        ({"layer_grad_norms": [1]}, "steps[29]: layer_grad_norms: a number for each layer wanted, found [1]"),
+        ({"layer_grad_norms": {"0": {}}}, "steps[29]: 0: a number wanted, found {}"),
+    ],
+)
+def test_steps_that_are_no_steps_are_told_in_one_line(spike, tmp_path, capsys, changes, told):
+    """scene.json has no hash: whatever somebody has made of it, where and what is told."""
+    run = tmp_path / "run"
+    shutil.copytree(spike.parent.parent, run)
+    path = run / "scenes" / spike.name / scene.NAME
+    content = json.loads(path.read_text())
+    content["steps"][-1].update(changes)
+    path.write_text(json.dumps(content))
+    assert cli(["replay", str(path.parent), "--factory", "replays:build"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{scene.NAME}: {told}" in error
+
+
+def test_an_embedding_with_a_sparse_gradient_is_replayed(tmp_path):
+    """The samples are left out one by one all the same."""
+    drawn = [{"x": torch.randint(9, (6, 2)), "y": torch.randn(6, 1)} for _ in range(30)]
+    drawn[-1]["y"][3] += 300.0
+    torch.manual_seed(0)
+    model = torch.nn.EmbeddingBag(9, 1, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    guard = Guard(settings(tmp_path), model=model, optimizer=optimizer, data=drawn, local_only=True)
+    for _ in drawn:
+        loss = sample_losses_of(model, guard.next_batch()).mean()
+        loss.backward()
+        guard.before_optimizer(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.end_step()
+    assert guard._parts.scenes.wait(8.0)
+    guard.close()
+    [folder] = (tmp_path / "runs" / "tiny" / "scenes").glob("step-000000030-*")
+    built = factory.Built(model=torch.nn.EmbeddingBag(9, 1, sparse=True), loss_fn=sample_losses_of)
+    found = investigate(read_material(folder), built, "none")
+    assert found.reproduced
+    assert (found.verdict.kind, found.verdict.name) == ("sample", "4")
+
+
+def sample_losses_of(model, batch):
+    """The loss of each sample."""
+    return (model(batch["x"]) - batch["y"]).square().squeeze(1)

@@ -86,3 +86,9 @@ def test_a_gradient_alone_is_enough_for_a_sample():
     finding = found(recorded=measured(2.1, 50.0), replayed=measured(2.1, 50.0), samples=samples)
     verdict = decide(finding, NORMAL)
     assert (verdict.kind, verdict.name) == ("sample", "s2")
+
+
+def test_where_nothing_is_known_to_be_normal_nobody_is_accused():
+    """A scene of a run's first step: its loss is high against nothing."""
+    normal = Normal(loss=math.nan, loss_scale=1e-12, grad_norm=math.nan, grad_norm_log_scale=0.01)
+    assert decide(found(same_batch=EARLIER), normal).kind == "unknown"

@@ -15,7 +15,7 @@ from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.report.charts import Charts
 from trainer_plugin.report.page import report_page
-from trainer_plugin.report.story import read_story
+from trainer_plugin.report.story import _read_trail, read_story
 from trainer_plugin.scenes.overview import Overview
 from trainer_plugin.scenes.recorder import Start
 from trainer_plugin.scenes.step_log import StepLog
@@ -130,7 +130,8 @@ def test_a_page_of_a_real_run_is_whole_and_needs_nothing_from_elsewhere(make_gua
 
 
 @pytest.mark.parametrize(
-    "hostile", ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "$\\frac{1}{", "\x00\u202e"]
+    "hostile",
+    ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "$\\frac{1}{", "$\\frac$", "\x00\u202e"],
 )
 def test_hostile_text_stays_text(tmp_path, hostile):
     """Whatever stands in a file of the run is shown as it is, and is no part of the page."""
@@ -159,18 +160,110 @@ def test_a_run_with_nothing_in_it_still_has_a_page(tmp_path):
     assert "<svg" in report_page(read_story(nan, None), Charts())
 
 
+def test_what_cannot_be_drawn_costs_its_picture_alone(tmp_path):
+    """Losses at the end of all numbers, which no axis holds: the page is there, and says so."""
+    folder = write_run(tmp_path / "gpt-0", [1e308, -1e308] * 50, [incident(opened_total=50)])
+    page = report_page(read_story(folder, None), Charts())
+    outline(page)
+    assert "The picture could not be drawn" in page
+    assert "Incident 1: bad_sample" in page
+
+
+def test_a_damaged_guard_yaml_costs_the_checkpoints_alone(tmp_path, capsys):
+    """A job that was killed, or another version's options: the story is told, and what is missing in it."""
+    folder = write_run(tmp_path / "gpt-0", [2.0] * 50, [incident(opened_total=20)])
+    (folder / "guard.yaml").write_text("run: [\n")
+    assert cli(["report", str(folder)]) == 0
+    assert "1 incidents" in capsys.readouterr().out
+    page = (folder / "report.html").read_text()
+    assert "the checkpoints are not looked at: " in page
+    assert "Incident 1: bad_sample" in page
+
+
+def test_of_a_trail_that_is_too_long_the_newest_is_told(tmp_path):
+    """And that older incidents are missing; never that there was none."""
+    old = [incident(id=number, opened_total=number) for number in range(1, 50)]
+    folder = write_run(tmp_path / "gpt-0", [2.0] * 50, [*old, incident(id=50, opened_total=50)])
+    entries, problems = _read_trail(folder / "incidents.jsonl", most_bytes=1000)
+    assert [entry["id"] for entry in entries] == list(range(50 - len(entries) + 1, 51))
+    assert 0 < len(entries) < 50
+    assert problems == ["incidents.jsonl: only its newest 0 MiB are read: older incidents are missing"]
+
+
+def test_recorder_lines_that_cannot_be_read_are_counted(tmp_path):
+    """Damaged ones and another version's; not half a line at the end, which a job may be writing."""
+    folder = write_run(tmp_path / "gpt-0", [2.0] * 50)
+    path = folder / "recorder.0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[7] = b"\0" * 30 + b"\n"
+    lines[9] = lines[9].replace(b'"step":10', b'"step":10,"schema":9')
+    path.write_bytes(b"".join(lines)[:-9])
+    story = read_story(folder, None)
+    assert len(story.steps) == 47
+    assert story.problems == ["recorder.0.jsonl: 2 lines cannot be read and are left out"]
+
+
+class Counted:
+    """Charts that count the incidents they were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def timeline(self, story):
+        """None."""
+        return ""
+
+    def incident(self, story, one):
+        """A picture."""
+        self.asked.append(one.id)
+        return "<svg></svg>"
+
+    def layers(self, story, one):
+        """None."""
+        return ""
+
+
+def test_a_run_of_a_thousand_incidents_has_a_page_that_can_be_opened(tmp_path):
+    """All are told; the newest 40 have pictures, which take half a second each, and the others say why not."""
+    folder = write_run(tmp_path / "gpt-0", [2.0] * 50, [incident(id=number) for number in range(1, 1001)])
+    charts = Counted()
+    page = report_page(read_story(folder, None), charts)
+    assert charts.asked == list(range(961, 1001))
+    assert page.count("<section ") == 1000
+    assert page.count("Only the newest 40 incidents have pictures.") == 960
+
+
+def test_an_incident_is_weighed_in_its_own_life(tmp_path):
+    """A killed job's last steps are counted again by the next: losses before and at worst are those of the latter."""
+    folder = write_run(tmp_path / "gpt-0", [1.0] * 200)
+    log = StepLog(folder, steps=2000, write=lambda job: job())
+    monitor = Monitor(DetectionConfig())
+    for step in range(60, 200):
+        seen = signals(step, 9.0 if step == 100 else 2.0)
+        log.add(seen, *monitor.update(seen), Start(), steps_total=step, branch=1, now=2e9 + step, lr_factor=1.0)
+    trail = json.dumps({"schema": 1, **incident(healed=False, kind="incident_opened"), "time": 2e9 + 100})
+    (folder / "incidents.jsonl").write_text(trail + "\n")
+    [told] = read_story(folder, None).incidents
+    assert (told.loss_before, told.loss_worst) == (2.0, 9.0)
+
+
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
     """A folder that is not there, another kind of folder, an output that would hurt the run."""
     run = write_run(tmp_path / "gpt-0", [2.0])
+    command = run / "commands" / "new" / "c1.json"
+    command.parent.mkdir(parents=True)
+    command.write_text("{}")
     for arguments in (
         ["report", str(tmp_path / "nowhere")],
         ["report", str(tmp_path)],
         ["report", str(run), "--out", str(run / "incidents.jsonl")],
+        ["report", str(run), "--out", str(command)],
         ["report", str(run), "--out", str(tmp_path / "no" / "x.html")],
     ):
         assert cli(arguments) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
     assert (run / "incidents.jsonl").read_bytes() == b""
+    assert command.read_text() == "{}"
 
 
 @pytest.mark.live

@@ -176,6 +176,17 @@ def test_scenes_are_bounded_in_bytes(rig, tmp_path):
     assert (tiny.names(), tiny.failures) == ([], 1)
 
 
+def test_batches_count_as_bytes_of_a_scene(tmp_path):
+    """Weights that would have room, and a batch of texts beside them that has not."""
+    rig = Rig(tmp_path / "texts", most_bytes=1 << 20)
+    rig.recorder.hand_out(["x" * (1 << 20)], 0)
+    rig.recorder.end_step(49)
+    rig.recorder.begin_step()
+    with pytest.raises(ValueError, match="`scenes_bytes` is 1048576"):
+        rig.begin(50, 1)
+    assert (rig.names(), rig.failures) == ([], 1)
+
+
 def one_life(folder, end: int) -> None:
     """Find a scene, keep another, and be killed at the file operation with this number."""
     be_killed_at(folder, end)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -32,14 +33,14 @@ class Disk:
             job()
 
 
-def filled(folder, steps, *, keep=10, each=1, loss=2.0, first=1, start=None):
+def filled(folder, steps, *, keep=10, each=1, loss=2.0, first=1, start=None, branch=0):
     """A log of so many steps, flushed after every `each` of them."""
     disk, monitor = Disk(), Monitor(DetectionConfig())
     log = StepLog(folder, steps=keep, write=disk.jobs.append)
     for step in range(first, first + steps):
         seen = signals(step, loss)
         readings, verdicts = monitor.update(seen)
-        log.add(seen, readings, verdicts, start or Start(), steps_total=step, branch=0, now=1e9, lr_factor=0.5)
+        log.add(seen, readings, verdicts, start or Start(), steps_total=step, branch=branch, now=1e9, lr_factor=0.5)
         if step % each == 0:
             disk.turn()
             disk = Disk()
@@ -168,3 +169,67 @@ def test_a_kill_at_any_moment_leaves_it_readable(tmp_path, wait_lines):
     assert steps == list(range(steps[0], steps[-1] + 1))
     assert steps[-1] >= seen[-1]
     assert len(steps) <= 100
+
+
+def seen_steps(log, first, last, **changes) -> None:
+    """Hand steps over, all of them alike."""
+    monitor = Monitor(DetectionConfig())
+    for step in range(first, last + 1):
+        seen = signals(step, 2.0, **changes)
+        log.add(seen, *monitor.update(seen), Start(), steps_total=step, branch=0, now=1e9, lr_factor=1.0)
+
+
+def test_a_disk_that_was_full_costs_no_line(tmp_path):
+    """Half a line that it took spoils no other: when there is room again, every step is there once."""
+    jobs = []
+    log = StepLog(tmp_path, steps=50, write=jobs.append)
+    seen_steps(log, 1, 5)
+    jobs.pop()()
+    size = (tmp_path / NAMES[0]).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    seen_steps(log, 6, 9)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            jobs.pop()()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / NAMES[0]).stat().st_size == size
+    seen_steps(log, 10, 12)
+    jobs.pop()()
+    assert [line.step for line in read_steps(tmp_path)] == list(range(1, 13))
+
+
+def test_a_folder_that_cannot_be_written_costs_no_line(tmp_path):
+    """The newest steps wait in memory, and are written when it can be."""
+    jobs = []
+    log = StepLog(tmp_path, steps=10, write=jobs.append)
+    (tmp_path / NAMES[0]).mkdir()
+    for step in range(1, 15):
+        seen_steps(log, step, step)
+        with pytest.raises(IsADirectoryError):
+            jobs.pop()()
+    (tmp_path / NAMES[0]).rmdir()
+    seen_steps(log, 15, 15)
+    jobs.pop()()
+    assert [line.step for line in read_steps(tmp_path)] == list(range(6, 16))
+
+
+def test_a_rate_or_clip_that_is_no_number_costs_no_line(tmp_path):
+    """A schedule that divides by zero is what somebody will look for: null in JSON, and the line is read again."""
+    jobs = []
+    log = StepLog(tmp_path, steps=10, write=jobs.append)
+    seen_steps(log, 1, 1, learning_rates=(math.inf, 0.1), clip_coefficient=math.nan)
+    jobs.pop()()
+    [line] = read_steps(tmp_path)
+    assert (line.learning_rates, line.clip_coefficient) == ((None, 0.1), None)
+
+
+def test_steps_of_a_killed_job_stand_before_those_of_the_next_one(tmp_path):
+    """Its last steps are counted again by the next, which is another branch: two lives are not mixed, nor lost."""
+    filled(tmp_path, 15, keep=20)
+    filled(tmp_path, 19, keep=20, first=11, branch=1)  # Into the second file.
+    filled(tmp_path, 4, keep=20, first=16, branch=2)
+    ran = [(line.branch, line.step) for line in read_steps(tmp_path)]
+    assert ran == sorted(ran)
+    assert ran[-23:] == [(1, step) for step in range(11, 30)] + [(2, step) for step in range(16, 20)]

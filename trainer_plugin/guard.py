@@ -23,6 +23,7 @@ from trainer_plugin.omissions import Omissions
 from trainer_plugin.parts import Parts
 from trainer_plugin.ranks import Ranks, RanksError, unwrapped
 from trainer_plugin.run_folder import JobFolder
+from trainer_plugin.sample_ids import as_texts
 from trainer_plugin.scenes.scene import factory_name
 from trainer_plugin.signals import Signals
 from trainer_plugin.step.probe import Limits
@@ -153,20 +154,21 @@ class Guard:
         return batch
 
     @untraced
-    def micro_step(self, loss: Tensor, *, tokens: int | None = None, sample_ids: Sequence[str] | None = None) -> None:
+    def micro_step(
+        self, loss: Tensor, *, tokens: int | None = None, sample_ids: Iterable[object] | None = None
+    ) -> None:
         """Hear of one micro-batch of a step with gradient accumulation; then call `before_optimizer()` without a loss.
 
         `loss` is the micro-batch's own mean, not divided by their number. With `tokens` the step's loss is the mean
         over tokens, without it the mean over micro-batches.
         """
         try:
-            self._tell(sample_ids)
-            self._parts.reader.accumulation.add(loss, tokens=tokens, sample_ids=sample_ids or ())
+            self._parts.reader.accumulation.add(loss, tokens=tokens, sample_ids=self._tell(sample_ids))
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
             self._parts.errors.hold_back(error, step=self.step)
 
     @untraced
-    def before_optimizer(self, loss: Tensor | None = None, *, sample_ids: Sequence[str] | None = None) -> None:
+    def before_optimizer(self, loss: Tensor | None = None, *, sample_ids: Iterable[object] | None = None) -> None:
         """Measure, clip and shield the gradients; in the place of `clip_grad_norm_`, and waiting for nothing.
 
         `loss` is the step's own, not multiplied by AMP's scale. Gradients may have been unscaled already, or not.
@@ -176,8 +178,8 @@ class Guard:
             if isinstance(parts.reader, SharedReader):
                 parts.reader.begin(self._told())  # First: whatever fails, the other ranks wait for this one's part.
             parts.schedule.mark()
-            self._tell(sample_ids)
-            parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=sample_ids)
+            ids = self._tell(sample_ids)
+            parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=ids)
         except RanksError:
             raise
         except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
@@ -208,9 +210,16 @@ class Guard:
 
     # --- What they need ---------------------------------------------------------------------------------------------
 
-    def _tell(self, sample_ids: Sequence[str] | None) -> None:
-        if self._data is not None and sample_ids:
-            self._data.tell(sample_ids)
+    def _tell(self, sample_ids: Iterable[object] | None) -> tuple[str, ...]:
+        """The ids as texts; those that cannot be read cost the step nothing else."""
+        try:
+            ids = as_texts(sample_ids)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises inside a training step
+            self._parts.errors.hold_back(error, step=self.step)
+            return ()
+        if self._data is not None and ids:
+            self._data.tell(ids)
+        return ids
 
     def _told(self) -> Told:
         """What this rank tells the others with the coming step."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from trainer_plugin.checkpoints.manifest import METADATA, File, HashedFile
 from trainer_plugin.checkpoints.places import Piece, Place
 from trainer_plugin.checkpoints.snapshot import Snapshot
-from trainer_plugin.checkpoints.tensor_files import HashedFiles
+from trainer_plugin.checkpoints.tensor_files import HashedFiles, PlainReader
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
@@ -102,10 +102,10 @@ def write_metadata(folder: Path, content: bytes) -> dict[str, File]:
 
 
 class Reading:
-    """What is read of a folder whose metadata have been checked: they are unpickled here. `files` are the others."""
+    """What is read of a folder whose metadata have been checked. `files` are the others."""
 
     def __init__(self, folder: Path, wanted: Wanted) -> None:
-        self._reader, self._planner = FileSystemReader(folder), _WantedParts()
+        self._reader, self._planner = PlainReader(folder), _WantedParts()
         self._metadata = metadata = self._reader.read_metadata()
         entries = {
             name: entry

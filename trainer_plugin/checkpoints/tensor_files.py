@@ -5,19 +5,30 @@ directly here, which also keeps the writer thread free of collectives.
 """
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import _get_layout
 
-from trainer_plugin.checkpoints.manifest import File, HashedFile
+from trainer_plugin.checkpoints.manifest import METADATA, File, HashedFile
 
 
 class HashedFiles(FileSystem):
@@ -71,13 +82,69 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, File]:
     return files.files
 
 
+class PlainReader(FileSystemReader):
+    """Reads metadata without running any code that is put there, from the folder alone."""
+
+    def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
+        """What lies where.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: there is anything in it but metadata, or it leads out of the folder.
+        """
+        with (Path(self.path) / METADATA).open("rb") as file:
+            try:
+                metadata = _Unpickler(file).load()
+            except OSError:
+                raise
+            except Exception as error:
+                raise ValueError(f"{METADATA}: {type(error).__name__}: {error}") from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError(f"{METADATA}: what lies where wanted, found {type(metadata).__name__}")  # noqa: TRY004
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"{METADATA}: a file in this folder wanted, found {info.relative_path!r}")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what torch writes as metadata, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - as in the base class
+        """As in the base class."""
+        known = _KNOWN.get(f"{module}.{name}")
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = getattr(torch, name)
+        if known is None:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of metadata")
+        return known
+
+
+_KNOWN: dict[str, Any] = {
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": _get_layout,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
+    **{
+        f"torch.distributed.checkpoint.metadata.{kind.__name__}": kind
+        for kind in (
+            ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
+            _MEM_FORMAT_ENCODING,
+        )
+    },
+    # Where it was written; that says nothing here.
+    **{f"{module}.PosixPath": PurePosixPath for module in ("pathlib", "pathlib._local")},
+}  # fmt: skip
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a folder whose files have been checked: its metadata is unpickled here.
+    """The tensors in a folder.
 
     Raises:
         OSError: a file cannot be read.
+        ValueError: its metadata are none.
     """
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    reader, planner = PlainReader(folder), DefaultLoadPlanner()
     metadata = reader.read_metadata()
     tensors: dict[str, Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

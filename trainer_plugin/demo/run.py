@@ -54,8 +54,8 @@ def run_demo(
     steps = scenario.steps if steps is None else steps
     if steps < scenario.least_steps:
         raise ValueError(f"--steps must be at least {scenario.least_steps} for {scenario.name}, found {steps}")
-    if seed < 0:
-        raise ValueError(f"--seed must be 0 or more, found {seed}")
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"--seed must be 0 to {(1 << 32) - 1}, found {seed}")
     out = out or Path("demo-out") / f"{scenario.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = _config(config_path, out.absolute(), named=prometheus is not None)
     _make_folder(out)

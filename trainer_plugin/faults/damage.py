@@ -12,11 +12,15 @@ _OVERFLOWING_SCALE = 2.0**30
 
 def garbage(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Uniform noise over the range of a batch: what a file that is no text looks like."""
-    low, high = tensor.min(), tensor.max()
-    noise = torch.rand(tensor.shape, generator=generator)
+    if not tensor.numel():
+        return tensor
+    noise = torch.rand(tensor.shape, generator=generator).to(tensor.device)
     if tensor.is_floating_point():
+        low, high = tensor.min(), tensor.max()
         return low + (high - low) * noise.to(tensor)
-    return (low + noise * (high - low + 1)).to(tensor.dtype)
+    # One more than the greatest of them may be beyond their own type, as 256 is for a byte.
+    low, high = tensor.long().min(), tensor.long().max()
+    return (low + noise * (high - low + 1)).long().to(tensor.dtype)
 
 
 def shuffled(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -42,9 +46,9 @@ def flip_bit(parameter: Tensor, bit: int) -> None:
     """
     if parameter.dtype != torch.float32 or not 0 <= bit < 32:
         raise ValueError(f"bit_flip: bit 0 to 31 of float32 weights wanted, found bit {bit} of {parameter.dtype}")
-    flat = parameter.data.view(torch.int32).view(-1)
+    bits = parameter.data.view(torch.int32)
     mask = -(1 << 31) if bit == 31 else 1 << bit
-    flat[flat.numel() // 2] ^= mask
+    bits[torch.unravel_index(torch.tensor(bits.numel() // 2), bits.shape)] ^= mask
 
 
 def add_noise(parameter: Tensor, times: float, generator: torch.Generator) -> None:

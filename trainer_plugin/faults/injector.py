@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from trainer_plugin.faults import damage
 from trainer_plugin.faults.plan import Fault, Plan
 
+_MOST_NAMED = 5
+
 
 class Faults(Plan):
     """Injects the faults it was told of into a training loop, each for so many steps and never again.
@@ -30,10 +32,11 @@ class Faults(Plan):
         optimizer.step()
         faults.after_step(optimizer)
 
-    Only the calls that a drill needs have to be there. Those around `step` stand there on purpose, rather than in hooks
-    of the optimizer: torch runs pre-hooks and post-hooks alike in the order of registration, so two pairs of hooks that
-    each put back what they found would not nest. `before_step` comes before the guard's call, so that it sees the rate
-    as it sees one of a schedule gone wrong.
+    Only the calls that a drill needs have to be there, but for the last two, which count the steps: once each, with all
+    optimizers of the loop. A fault fires once a step: of several micro-batches in the first that asks. Those around
+    `step` stand there on purpose, rather than in hooks of the optimizer: torch runs pre-hooks and post-hooks alike in
+    the order of registration, so two pairs of hooks that each put back what they found would not nest. `before_step`
+    comes before the guard's call, so that it sees the rate as it sees one of a schedule gone wrong.
 
     Args:
         seed: of what is random in a fault.
@@ -44,7 +47,7 @@ class Faults(Plan):
         super().__init__()
         self._seed = seed
         self._sleep = sleep
-        self._lrs: list[Any] | None = None
+        self._lrs: list[tuple[dict[str, Any], Any]] | None = None
         self._norms: list[tuple[Any, nn.LayerNorm, float]] = []
 
     def on_data(self, position: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -110,26 +113,42 @@ class Faults(Plan):
         for fault in self._firing("nan_gradient"):
             damage.put_nan(next(iter(_named(fault, gradients).values())))
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Raise the learning rates if it is time. Call it before `optimizer.step()`."""
-        self._lrs = [group["lr"] for group in optimizer.param_groups]
+    def before_step(self, *optimizers: Optimizer) -> None:
+        """Raise the learning rates if it is time. Call it once a step, before all its optimizers step.
+
+        Raises:
+            RuntimeError: the step before has not been ended by `after_step`; its rates have been put back.
+        """
+        if self._lrs is not None:
+            self._put_back()
+            raise RuntimeError(
+                "before_step wanted once a step, with all its optimizers: after_step has not been called"
+            )
+        self._lrs = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
         for fault in (*self._firing("lr_jump"), *self._firing("lr_peak")):
-            for group in optimizer.param_groups:
+            for group, _ in self._lrs:
                 # A new value, never in place: the rate may be a tensor that others hold too.
                 group["lr"] = group["lr"] * fault.times
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Put the learning rates back, the very objects, and count the step. Call it right after `optimizer.step()`."""
+    def after_step(self, *_optimizers: Optimizer) -> None:
+        """Put the learning rates back, the very objects, and count the step. Call it right after they have stepped.
+
+        Raises:
+            RuntimeError: there was no `before_step`.
+        """
         if self._lrs is None:
             raise RuntimeError("after_step wanted after before_step, found no step under way")
-        for group, lr in zip(optimizer.param_groups, self._lrs, strict=True):
+        self._put_back()
+        self._steps_run += 1
+
+    def _put_back(self) -> None:
+        for group, lr in self._lrs or ():
             group["lr"] = lr
         self._lrs = None
-        self._steps_run += 1
 
     def _random(self, number: int) -> torch.Generator:
         """The same for the same fault, whenever it comes."""
-        return torch.Generator().manual_seed((self._seed << 20) + number)
+        return torch.Generator().manual_seed(((self._seed << 20) + number) % (1 << 63))
 
 
 def _named(fault: Fault, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -141,5 +160,7 @@ def _named(fault: Fault, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(fault.parameter or "")}
     if not found:
         wanted = "parameter with a gradient wanted"
-        raise ValueError(f"{fault.kind}: {wanted}, found {fault.parameter} among {list(tensors)}")
+        there = ", ".join(list(tensors)[:_MOST_NAMED]) or "none"
+        more = f" and {len(tensors) - _MOST_NAMED} more" if len(tensors) > _MOST_NAMED else ""
+        raise ValueError(f"{fault.kind}: {wanted}, found {fault.parameter} among {there}{more}")
     return found

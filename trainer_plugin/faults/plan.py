@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Protocol, Self
 
 from trainer_plugin.faults.table import Kind
@@ -49,12 +50,42 @@ class Fault:
     fired_at: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not (_is_whole(self.at) and _is_whole(self.steps)):
+            raise ValueError(f"{self.kind}: at and steps must be whole numbers, found {self.at!r} and {self.steps!r}")
+        if not (_is_number(self.times) and _is_number(self.seconds)):
+            raise ValueError(
+                f"{self.kind}: times and seconds must be numbers, found {self.times!r} and {self.seconds!r}"
+            )
+        if not _is_name(self.parameter):
+            raise ValueError(f"{self.kind}: parameter must be a name, found {self.parameter!r}")
+        if not (_is_whole(self.bit) and 0 <= self.bit < 32):
+            raise ValueError(f"{self.kind}: bit must be 0 to 31, found {self.bit!r}")
         if self.at < 0 or self.steps < 1:
             raise ValueError(f"{self.kind}: at >= 0 and steps >= 1 wanted, found at={self.at}, steps={self.steps}")
         if not (math.isfinite(self.times) and self.times > 0):
             raise ValueError(f"{self.kind}: times must be finite and above 0, found {self.times}")
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise ValueError(f"{self.kind}: seconds must be finite and 0 or more, found {self.seconds}")
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def _is_number(number: object) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool)
+
+
+def _is_name(name: object) -> bool:
+    return name is None or isinstance(name, str)
+
+
+def _method(kind: Kind, machine: object, name: str) -> Callable[..., None]:
+    """What a fault of a machine calls; found out when it is planned, not when it fires."""
+    found: Callable[..., None] | None = getattr(machine, name, None)
+    if not callable(found):
+        raise ValueError(f"{kind}: something with a method `{name}` wanted, found {type(machine).__name__}")  # noqa: TRY004
+    return found
 
 
 class Plan:
@@ -136,15 +167,19 @@ class Plan:
 
     def xid(self, *, at: int, driver: RaisesXid, gpu: int = 0, xid: int = 79) -> Self:
         """After `at` clean steps the driver reports an XID of a GPU; 79 has it fall off the bus."""
-        return self._add(Fault(kind="xid", at=at, steps=1, tell=lambda: driver.fail(gpu, xid)))
+        fail = _method("xid", driver, "fail")
+        return self._add(Fault(kind="xid", at=at, steps=1, tell=lambda: fail(gpu, xid)))
 
     def ecc(self, *, at: int, driver: CountsEcc, gpu: int = 0, steps: int = 1) -> Self:
         """In each of `steps` steps after `at` clean ones the driver counts an uncorrected ECC error of a GPU."""
-        return self._add(Fault(kind="ecc", at=at, steps=steps, tell=lambda: driver.count_ecc(gpu)))
+        count_ecc = _method("ecc", driver, "count_ecc")
+        return self._add(Fault(kind="ecc", at=at, steps=steps, tell=lambda: count_ecc(gpu)))
 
     def network_errors(self, *, at: int, links: FailingLinks, steps: int = 1) -> Self:
         """In each of `steps` steps after `at` clean ones a link of the host goes down."""
-        return self._add(Fault(kind="network_errors", at=at, steps=steps, tell=links.fail))
+        return self._add(
+            Fault(kind="network_errors", at=at, steps=steps, tell=_method("network_errors", links, "fail"))
+        )
 
     @property
     def steps_run(self) -> int:
@@ -175,9 +210,16 @@ class Plan:
         return [step for fault in self._faults if fault.kind == kind for step in fault.fired_at]
 
     def _firing(self, kind: Kind) -> list[Fault]:
-        """The faults of a kind that fire in the step under way, which is counted for each of them."""
+        """The faults of a kind that fire in the step under way, each once, which is counted for each of them."""
         step = self._steps_run + 1
-        firing = [f for f in self._faults if f.kind == kind and step > f.at and len(f.fired_at) < f.steps]
+        firing = [
+            fault
+            for fault in self._faults
+            if fault.kind == kind
+            and step > fault.at
+            and len(fault.fired_at) < fault.steps
+            and step not in fault.fired_at[-1:]
+        ]
         for fault in firing:
             fault.fired_at.append(step)
         return firing

@@ -9,6 +9,11 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
+import msgspec
+
+from trainer_plugin.detection.readings import Readings
+from trainer_plugin.signals import Signals
+
 # A sum of scores begins by chance a step or two before a jump; earlier than that it is a climb.
 CLIMB_STEPS = 3
 # A drift that is found so few steps after it began is a jump, found by the sum of its scores.
@@ -16,6 +21,9 @@ QUICK_SIGN = "jump:loss"
 LR_SIGNS = ("drift:loss", "drift:grad_norm", "oscillation:loss")
 # A rate that rose shows in the loss within so many steps, or it was well chosen.
 RISE_STEPS = 100
+# Of a rise that comes again ratio and rate are the same to within this factor.
+_ALIKE_RATIO = 1.25
+_MOST_BORNE = 8
 # R3: a gradient norm below so many times its baseline is calm.
 _CALM_RATIO = 1.5
 # A batch or three, and the eight good steps by which a loss counts as back.
@@ -97,6 +105,52 @@ def _by_course(signs: Mapping[str, int], grad_norm_ratio: float | None, course: 
     if signs.get("ema_ratio:grad_norm", -1) > _jump(signs):
         return "gradient_explosion"
     return "hardware" if not _SLOW.isdisjoint(machine) else "unknown"
+
+
+class Rise(msgspec.Struct, frozen=True, kw_only=True):
+    """A learning rate that jumped: where, to how many times what it had been, and to what."""
+
+    step: int
+    ratio: float
+    rate: float
+
+    def is_like(self, other: "Rise") -> bool:
+        """Whether two rises are the same, as those of a cyclic schedule are."""
+        pairs = ((self.ratio, other.ratio), (self.rate, other.rate))
+        return all(a <= _ALIKE_RATIO * b and b <= _ALIKE_RATIO * a for a, b in pairs)
+
+
+class RateRises(msgspec.Struct, kw_only=True):
+    """The rises of the learning rate that the run has borne: nothing was wrong for twice RISE_STEPS, or until the next.
+
+    What a cyclic schedule does again and again is no cause of what comes after it once; what has harmed is forgotten.
+    `known`: `newest` is such a one.
+    """
+
+    newest: Rise | None = None
+    known: bool = False
+    harmless: bool = True
+    borne: list[Rise] = msgspec.field(default_factory=list)
+
+    def judge(self, signals: Signals, readings: Readings, *, quiet: bool) -> Readings:
+        """Take in a step, `quiet` without an incident; its readings, without a rise that was borne before."""
+        told, newest = readings.rate_rise, self.newest
+        if newest is not None and signals.step < newest.step:  # The run has gone back.
+            self.newest, self.known = None, False
+        elif newest is not None and signals.step <= newest.step + 2 * RISE_STEPS:
+            self.harmless = self.harmless and quiet
+            if not self.harmless:
+                self.borne = [one for one in self.borne if not newest.is_like(one)]
+        if told is not None and told[0] == signals.step:
+            if self.newest is not None and self.harmless and not self.known:
+                self.borne = [*self.borne, self.newest][-_MOST_BORNE:]
+            newest = Rise(step=told[0], ratio=told[1], rate=max(signals.learning_rates))
+            finite = math.isfinite(newest.ratio) and math.isfinite(newest.rate)  # JSON has no infinity to keep.
+            self.newest = newest if finite else None
+            self.known = finite and any(newest.is_like(one) for one in self.borne)
+            # In warm-up nobody would see whether it harms.
+            self.harmless = quiet and not math.isnan(readings.loss_robust_score)
+        return msgspec.structs.replace(readings, rate_rise=None) if self.known else readings
 
 
 class StepTimes:

@@ -74,6 +74,7 @@ class Policy:
         back_steps = HEALED_STEPS if readings.hard_batches else 0
         changed = []
         incident = self.open_incident
+        readings = self.state.rises.judge(signals, readings, quiet=incident is None and not acting)
         # What was withheld has its remedy already.
         banded = any(verdict.detector in ("robust", "ema_ratio") for verdict in acting)
         self._out_of_band = (self._out_of_band and incident is not None) or (banded and signals.withheld != "spike")

@@ -6,7 +6,7 @@ from itertools import pairwise
 import msgspec
 
 from exporter.commands import Command
-from trainer_plugin.policy.attribution import GPU_FAULT, MACHINE_ALERTS
+from trainer_plugin.policy.attribution import GPU_FAULT, MACHINE_ALERTS, RateRises
 from trainer_plugin.policy.budget import Rollback
 from trainer_plugin.policy.incidents import Incident
 
@@ -38,7 +38,7 @@ class PolicyState(msgspec.Struct, kw_only=True):
     `budget_spent_step` is where a remedy was refused for want of budget, until something has helped; `stopped_step`,
     where the guard stopped the run. A new start clears both. The receiver reads them, for people. `asked` is when, in
     optimizer steps run, each action was last done outside of any incident. `notes` are the
-    newest of each alert about machines.
+    newest of each alert about machines, `rises` the jumps of the learning rate that came to nothing.
     """
 
     incidents: list[Incident] = msgspec.field(default_factory=list)
@@ -49,6 +49,7 @@ class PolicyState(msgspec.Struct, kw_only=True):
     stopped_step: int | None = None
     asked: dict[str, int] = msgspec.field(default_factory=dict)
     notes: list[Note] = msgspec.field(default_factory=list)
+    rises: RateRises = msgspec.field(default_factory=RateRises)
 
     @property
     def open_incident(self) -> Incident | None:

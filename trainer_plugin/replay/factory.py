@@ -10,6 +10,8 @@ from torch import nn
 from trainer_plugin.checkpoints.proof import LossFn
 from trainer_plugin.scenes.scene import factory_name
 
+_LONGEST = 300
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
@@ -33,7 +35,7 @@ def build(name: str) -> Built:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # A training script may end the process when it is imported.
-        raise ValueError(f"factory {name}: {module_name} cannot be imported: {_told(error)}") from error
+        raise ValueError(f"factory {name}: {module_name} cannot be imported: {told(error)}") from error
     for part in path.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -41,7 +43,7 @@ def build(name: str) -> Built:
     try:
         built = found()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"factory {name} failed: {_told(error)}") from error
+        raise ValueError(f"factory {name} failed: {told(error)}") from error
     if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
         raise ValueError(
             f"factory {name}: `(model, loss_fn)` or `(model, loss_fn, batch_of)` wanted, found {_kind(built)}"
@@ -51,8 +53,13 @@ def build(name: str) -> Built:
     return Built(model=built[0], loss_fn=built[1], batch_of=built[2] if len(built) == 3 else None)
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def told(error: BaseException) -> str:
+    """An error of the user's own code, in one line of a length that can be read."""
+    try:
+        words = " ".join(str(error)[: 10 * _LONGEST].split())
+    except Exception:  # noqa: BLE001 - an error of one's own may fail to tell itself
+        words = ""
+    return f"{type(error).__name__}: {words[:_LONGEST]}"
 
 
 def _kind(value: Any) -> str:  # noqa: ANN401 - whatever a factory gives

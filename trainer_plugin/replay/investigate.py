@@ -8,6 +8,7 @@ import torch
 from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.replay.earlier import find_earlier
 from trainer_plugin.replay.factory import Built
+from trainer_plugin.replay.factory import told as told_of
 from trainer_plugin.replay.finding import Elsewhere, Finding, Measured
 from trainer_plugin.replay.layers import nonfinite_layers, walk, weight_changes
 from trainer_plugin.replay.material import Begin, Material
@@ -79,8 +80,8 @@ def _with_batches(material: Material, built: Built, finding: Finding) -> Begin |
     finding.notes.append(f"the scene has no batch ({why}): made anew of {len(ids)} sample ids")
     try:
         return Begin(rng=begin.rng, batches=[built.batch_of(ids)])
-    except Exception as error:
-        raise ValueError(f"factory {finding.factory}: batch_of failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"factory {finding.factory}: batch_of failed: {told_of(error)}") from error
 
 
 def _run_again(finding: Finding, stage: Stage, begin: Begin, weights: Snapshot, tell: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from trainer_plugin.checkpoints.plain import decode_plain
 from trainer_plugin.checkpoints.snapshot import Snapshot
 from trainer_plugin.checkpoints.tensor_files import read_tensors
 from trainer_plugin.checkpoints.tier import as_no_state
+from trainer_plugin.replay.normal import check
 from trainer_plugin.scenes import scene
 from trainer_plugin.scenes.scene import Scene
 
@@ -98,6 +99,11 @@ def _told(folder: Path, found: Manifest) -> Scene:
         raise ValueError(f"{folder}: {scene.NAME} is another scene's than {manifest.NAME}")
     if not told.steps or told.steps[-1].get("step") != told.step:
         raise ValueError(f"{folder}: {scene.NAME} does not tell of step {told.step}")
+    for place, step in enumerate(told.steps):
+        try:
+            check(step)
+        except ValueError as error:
+            raise ValueError(f"{folder / scene.NAME}: steps[{place}]: {error}") from error
     return told
 
 

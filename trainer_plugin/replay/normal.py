@@ -55,6 +55,22 @@ def number(value: Any) -> float:  # noqa: ANN401 - a number of a scene: not fini
     return math.nan if value is None else float(value)
 
 
+def check(step: Mapping[str, Any]) -> None:
+    """Whether a recorded step tells what is read of it.
+
+    Raises:
+        ValueError: it does not; the message says what was wanted.
+    """
+    if type(step.get("step")) is not int:
+        raise ValueError(f"step: a number wanted, found {step.get('step')!r:.60}")
+    norms = step.get("layer_grad_norms", {})
+    if not isinstance(norms, Mapping):
+        raise ValueError(f"layer_grad_norms: a number for each layer wanted, found {norms!r:.60}")  # noqa: TRY004
+    for name, value in (("loss", step.get("loss")), ("grad_norm", step.get("grad_norm")), *norms.items()):
+        if not (value is None or type(value) in (int, float) or value in ("nan", "inf", "-inf")):
+            raise ValueError(f"{name}: a number wanted, found {value!r:.60}")
+
+
 def normal_of(steps: Sequence[Mapping[str, Any]]) -> Normal:
     """What the steps before a scene's own were like."""
     before = steps[:-1]

@@ -150,16 +150,20 @@ def _chosen(batch: Any, places: list[int], size: int) -> Any:  # noqa: ANN401 - 
 def _gradient(stage: Stage, begin: Begin, weights: Snapshot) -> list[Tensor]:
     with stage.prepared(weights):
         for number in range(len(begin.batches)):
-            (stage.forward(begin, number).mean() / len(begin.batches)).backward()  # type: ignore[no-untyped-call]
-        return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in stage.parameters]
+            stage.backward(stage.forward(begin, number), begin)
+        return [_dense(p, p.grad) for p in stage.parameters]
 
 
 def _parts(loss: Tensor, stage: Stage) -> list[Tensor]:
     found = torch.autograd.grad(loss, stage.parameters, retain_graph=True, allow_unused=True)
-    return [
-        torch.zeros_like(parameter) if gradient is None else gradient.detach()
-        for gradient, parameter in zip(found, stage.parameters, strict=True)
-    ]
+    return [_dense(parameter, gradient) for parameter, gradient in zip(stage.parameters, found, strict=True)]
+
+
+def _dense(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """A copy of a gradient; an embedding's may be sparse."""
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
 
 
 def _norm(gradients: list[Tensor], without: list[Tensor] | None = None) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer_plugin.checkpoints.plain import plain_copy
 from trainer_plugin.checkpoints.rng import set_rng_state
 from trainer_plugin.checkpoints.snapshot import Snapshot
-from trainer_plugin.replay.factory import Built
+from trainer_plugin.replay.factory import Built, told
 from trainer_plugin.replay.material import Begin
 from trainer_plugin.step.probe import Limits, Probe, plain_name
 
@@ -42,8 +42,9 @@ class Stage:
         self.model = built.model
         self._loss_fn = built.loss_fn
         self._name = name
-        self._probe = Probe(built.model)
-        problems = _mismatches(built.model, snapshot)
+        with self._as_the_factorys("gives a model that cannot be looked at"):
+            self._probe = Probe(built.model)
+            problems = _mismatches(built.model, snapshot)
         if problems:
             more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             raise ValueError(f"factory {name} does not fit the scene: {'; '.join(problems[:_MOST_NAMED])}{more}")
@@ -74,7 +75,7 @@ class Stage:
         with self.prepared(weights):
             for number in range(len(begin.batches)):
                 each = self.forward(begin, number)
-                (each.mean() / len(begin.batches)).backward()  # type: ignore[no-untyped-call]
+                self.backward(each, begin)
                 losses.append(each.detach().float().mean())
                 samples += each.tolist()
                 shares += [1.0 / len(begin.batches) / len(each)] * len(each)
@@ -95,14 +96,12 @@ class Stage:
 
     def forward(self, begin: Begin, number: int) -> Tensor:
         """The loss of each sample of one batch, shape [B], with its graph."""
-        try:
+        with self._as_the_factorys("loss_fn failed on the scene's batch"):
             set_rng_state(begin.rng[number])
             losses = self._loss_fn(self.model, plain_copy(begin.batches[number]))
-        except Exception as error:
-            told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ValueError(f"factory {self._name}: loss_fn failed on the scene's batch: {told}") from error
-        if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.numel():
+        if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.numel() or losses.is_complex():
             found = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            found += f" of {losses.dtype}" if isinstance(losses, Tensor) and losses.is_complex() else ""
             raise ValueError(
                 f"factory {self._name}: loss_fn must give the loss of each sample, shape [B], found {found}"
             )
@@ -110,13 +109,27 @@ class Stage:
             raise ValueError(f"factory {self._name}: the losses hang on no parameter: was it built under no_grad?")
         return losses
 
+    def backward(self, losses: Tensor, begin: Begin) -> None:
+        """The backward pass of one batch of a step."""
+        with self._as_the_factorys("the backward pass of its loss_fn failed"):
+            (losses.mean() / len(begin.batches)).backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _as_the_factorys(self, what: str) -> Iterator[None]:
+        """What the user's own code raises in here, told in one line as a ValueError."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"factory {self._name}: {what}: {told(error)}") from error
+
     @contextmanager
     def prepared(self, weights: Snapshot) -> Iterator[None]:
         """The model with these weights and without gradients."""
         here = {plain_name(name): name for name in self.model.state_dict()}
         plain = {plain_name(name): value for name, value in weights.plain.get("model", {}).items()}
         state = {here.get(name, name): value for name, value in {**model_tensors(weights), **plain}.items()}
-        self.model.load_state_dict(state)
+        with self._as_the_factorys("its model does not take the scene's state"):
+            self.model.load_state_dict(state)
         self.model.zero_grad(set_to_none=True)
         yield
         self.model.zero_grad(set_to_none=True)
@@ -138,6 +151,8 @@ def _mismatches(model: nn.Module, snapshot: Snapshot) -> list[str]:
     problems += [f"{name} is missing in the scene" for name in sorted(here.keys() - there.keys())]
     for name in sorted(here.keys() & there.keys()):
         ours, theirs = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (here[name], there[name]))
-        if ours != theirs:
+        if here[name].is_meta:
+            problems.append(f"{name} is on the meta device in its model")
+        elif ours != theirs:
             problems.append(f"{name} is {theirs} in the scene, {ours} in its model")
     return problems

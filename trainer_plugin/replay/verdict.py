@@ -166,7 +166,8 @@ def _sample(finding: Finding, normal: Normal) -> Verdict | None:
 
 def _batch(finding: Finding, normal: Normal) -> Verdict | None:
     ran = finding.replayed
-    if ran is None or max(normal.loss_score(ran.loss), normal.norm_score(ran.grad_norm)) <= _SPIKE_SPREADS:
+    scores = () if ran is None else (normal.loss_score(ran.loss), normal.norm_score(ran.grad_norm))
+    if not any(score > _SPIKE_SPREADS for score in scores):  # NaN where nothing is known to be normal.
         return None
     line = "neither: the batch as a whole, no one sample of it"
     if finding.same_batch is not None:

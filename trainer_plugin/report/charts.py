@@ -88,7 +88,12 @@ class Charts:
         top.fill_between(totals, center, edge, color=_BAND, alpha=0.4, linewidth=0, label="the run's own band")
         top.plot(totals, [_or_nan(line.loss) for line in lines], color=_LOSS, linewidth=1.0, label="loss")
         middle.plot(totals, [_or_nan(line.grad_norm) for line in lines], color=_NORM, linewidth=1.0)
-        bottom.plot(totals, [max(line.learning_rates, default=math.nan) for line in lines], color="black", linewidth=1)
+        bottom.plot(
+            totals,
+            [max(map(_or_nan, line.learning_rates), default=math.nan) for line in lines],
+            color="black",
+            linewidth=1,
+        )
         losses = [line.loss for line in lines if line.loss is not None]
         norms = [line.grad_norm for line in lines if line.grad_norm is not None]
         _scale(top, losses, losses)
@@ -144,6 +149,7 @@ def _mark_actions(axis: Any, actions: list[tuple[int, LoggedAction]]) -> None:  
                 fontsize=7,
                 va="top",
                 ha="right",
+                parse_math=False,
             )
 
 
@@ -177,7 +183,7 @@ def _power(value: float, _: object) -> str:
 def _svg(figure: Any) -> str:  # noqa: ANN401
     drawn = io.StringIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        warnings.simplefilter("ignore")  # Glyphs that no font has, numbers that no axis holds.
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     text = drawn.getvalue()
     return text[text.index("<svg") :]

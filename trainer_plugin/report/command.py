@@ -19,20 +19,25 @@ def run_report(run_folder: Path, out: Path | None) -> int:
     target = out if out is not None else run_folder / "report.html"
     if not target.parent.is_dir() or target.is_dir():
         raise ValueError(f"--out {target}: the name of a file wanted, in a folder that is there")
-    if target.exists() and target.name != "report.html" and target.resolve().parent == run_folder.resolve():
+    if target.exists() and target.name != "report.html" and target.resolve().is_relative_to(run_folder.resolve()):
         raise ValueError(f"--out {target}: would overwrite what belongs to the run: give another name")
     charts = Charts()
-    story = read_story(run_folder, _inventory(run_folder))
+    inventory, problems = _inventory(run_folder)
+    story = read_story(run_folder, inventory)
+    story.problems += problems
     write_result(target, report_page(story, charts).encode())
     still_open = sum(not one.healed for one in story.incidents)
     print(f"{target}: {len(story.incidents)} incidents, {still_open} of them open")
     return 0
 
 
-def _inventory(run_folder: Path) -> Inventory | None:
-    """Which checkpoints there are, where the run's folder tells where they lie."""
+def _inventory(run_folder: Path) -> tuple[Inventory | None, list[str]]:
+    """Which checkpoints there are, where the run's folder tells where they lie, or why that cannot be told."""
     own = run_folder / "guard.yaml"
     if not own.is_file():
-        return None
-    config = read_options(own)
-    return take_inventory(run_folder, config.run, config.checkpoints, verify=False)
+        return None, []
+    try:
+        config = read_options(own)
+        return take_inventory(run_folder, config.run, config.checkpoints, verify=False), []
+    except (OSError, ValueError) as error:
+        return None, [f"the checkpoints are not looked at: {error}"]

@@ -2,6 +2,8 @@
 
 import math
 import shlex
+import warnings
+from collections.abc import Callable
 from datetime import UTC, datetime
 from html import escape
 
@@ -22,12 +24,15 @@ th { color: #57606a; font-weight: 600; } td.n { font-variant-numeric: tabular-nu
 section { border-top: 3px solid #eef1f4; margin-top: 2rem; } .figures { display: flex; flex-wrap: wrap; gap: 1.6rem; }
 .figures b { display: block; font-size: 1.25rem; }
 """
+# Each takes half a second, and the page some 100 kB.
+_MOST_PICTURED = 40
 
 
 def report_page(story: Story, charts: Charts) -> str:
     """The page. Every text that comes from a file is escaped."""
-    body = [_head(story), _summary(story), charts.timeline(story)]
-    body += [_incident(story, incident, charts) for incident in story.incidents]
+    body = [_head(story), _summary(story), _picture(charts.timeline, story)]
+    pictured = {id(incident) for incident in story.incidents[-_MOST_PICTURED:]}
+    body += [_incident(story, one, charts if id(one) in pictured else None) for one in story.incidents]
     if story.refused:
         body.append("<h2>Asked for beside any incident</h2>" + _actions(story.refused))
     if story.inventory is not None:
@@ -80,7 +85,17 @@ def _summary(story: Story) -> str:
     return f'<div class="figures">{shown}</div>{table}'
 
 
-def _incident(story: Story, one: LoggedIncident, charts: Charts) -> str:
+def _picture(draw: Callable[..., str], *what: object) -> str:
+    """A picture; one that cannot be drawn, of numbers that no axis holds, costs itself alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return draw(*what)
+    except Exception as error:  # noqa: BLE001 - whatever a file says, and whatever matplotlib makes of it
+        return f"<p>The picture could not be drawn: {escape(f'{type(error).__name__}: {error}'[:200])}</p>"
+
+
+def _incident(story: Story, one: LoggedIncident, charts: Charts | None) -> str:
     evidence = "".join(f"<li>{escape(line)}</li>" for line in one.evidence)
     losses = [
         f"{name} {value:.3f}"
@@ -90,13 +105,17 @@ def _incident(story: Story, one: LoggedIncident, charts: Charts) -> str:
     cost = [f"{one.lost_steps} steps rolled back", f"{one.withheld_steps} withheld"]
     if losses:
         cost.append("loss " + ", ".join(losses))
-    layers = charts.layers(story, one)
+    near = f"<p>Only the newest {_MOST_PICTURED} incidents have pictures.</p>"
+    layers = ""
+    if charts is not None:
+        near = _picture(charts.incident, story, one) or "<p>The recorder no longer holds its steps.</p>"
+        layers = _picture(charts.layers, story, one)
     return (
         f'<section id="incident-{one.id}"><h2>Incident {one.id}: {escape(one.class_)}</h2>'
         f'<p class="sub">first bad step {one.first_step}, found at {one.detected_step}, {_when(one.time)} &middot; '
         f"{_state(one)}</p><h3>Evidence</h3><ul>{evidence}</ul>"
         f"<h3>What was done</h3>{_actions(one.actions)}<p>Cost: {'; '.join(cost)}.</p>{_scene(one)}"
-        f"{charts.incident(story, one) or '<p>The recorder no longer holds its steps.</p>'}"
+        f"{near}"
         f"{'<h3>Layers</h3>' + layers if layers else ''}</section>"
     )
 

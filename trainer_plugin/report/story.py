@@ -1,6 +1,7 @@
 """The story of a run, read from its folder: steps, incidents with what was done about them, checkpoints, scenes."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import msgspec
 
 from trainer_plugin.checkpoints.inventory import Inventory
 from trainer_plugin.scenes.overview import Stretch, read_overview
-from trainer_plugin.scenes.step_line import StepLine, read_steps
+from trainer_plugin.scenes.step_line import StepLine, read_recorder
 
 _SCHEMA = 1
 _MOST_TRAIL_BYTES = 1 << 26
@@ -81,7 +82,7 @@ def read_story(run_folder: Path, inventory: Inventory | None) -> Story:
     if not run_folder.is_dir():
         raise ValueError(f"{run_folder}: no such run folder")
     trail_path = run_folder / "incidents.jsonl"
-    steps, stretches = read_steps(run_folder), read_overview(run_folder)
+    (steps, unread), stretches = read_recorder(run_folder), read_overview(run_folder)
     if not (trail_path.exists() or steps or stretches or (run_folder / "state.json").exists()):
         raise ValueError(f"{run_folder}: a run's folder wanted, found none of its files in it")
     trail, problems = _read_trail(trail_path)
@@ -99,18 +100,25 @@ def read_story(run_folder: Path, inventory: Inventory | None) -> Story:
         incidents=incidents,
         refused=refused,
         inventory=inventory,
-        problems=problems,
+        problems=[*unread, *problems],
     )
 
 
-def _read_trail(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_trail(path: Path, most_bytes: int = _MOST_TRAIL_BYTES) -> tuple[list[dict[str, Any]], list[str]]:
     entries: list[dict[str, Any]] = []
     if not path.exists():
         return entries, []
-    if path.stat().st_size > _MOST_TRAIL_BYTES:
-        return entries, [f"{path.name}: more than {_MOST_TRAIL_BYTES >> 20} MiB: not read"]
+    problems: list[str] = []
+    with path.open("rb") as file:
+        if path.stat().st_size > most_bytes:
+            file.seek(-most_bytes, os.SEEK_END)
+            file.readline()
+            problems.append(
+                f"{path.name}: only its newest {most_bytes >> 20} MiB are read: older incidents are missing"
+            )
+        lines = file.read().splitlines()
     damaged = 0
-    for line in path.read_bytes().splitlines():
+    for line in lines:
         try:
             entry = msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError):
@@ -120,7 +128,9 @@ def _read_trail(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             entries.append(entry)
         else:
             damaged += 1
-    return entries, [f"{path.name}: {damaged} lines cannot be read and are left out"] if damaged else []
+    if damaged:
+        problems.append(f"{path.name}: {damaged} lines cannot be read and are left out")
+    return entries, problems
 
 
 def _told(trail: list[dict[str, Any]]) -> tuple[list[LoggedIncident], list[LoggedAction]]:
@@ -151,7 +161,13 @@ def _told(trail: list[dict[str, Any]]) -> tuple[list[LoggedIncident], list[Logge
 
 def _weigh(incident: LoggedIncident, steps: list[StepLine]) -> None:
     """What it cost, as far as the recorder reaches."""
-    opened = next((at for at, line in enumerate(steps) if line.steps_total >= incident.opened_total), None)
+    # The steps that a killed job had run last are counted twice: by when it was told.
+    begun = [
+        at
+        for at, line in enumerate(steps)
+        if line.steps_total >= incident.opened_total and (at == 0 or steps[at - 1].steps_total < incident.opened_total)
+    ]
+    opened = min(begun, key=lambda at: abs(steps[at].time - incident.time), default=None)
     rollbacks = [action for action in incident.actions if action.action == "rollback" and action.outcome == "done"]
     incident.lost_steps = sum(action.step - action.to_step for action in rollbacks if action.to_step is not None)
     if opened is None:

@@ -59,6 +59,8 @@ class Recorder:
             start.bytes += _bytes_of(batch)
         except TypeError as error:
             start.left_out = str(error)
+        except RecursionError:
+            start.left_out = "a batch is nested too deeply"
         if start.bytes > _MOST_BATCH_BYTES:
             start.left_out = f"more than {_MOST_BATCH_BYTES >> 20} MiB"
         if start.left_out:
@@ -107,12 +109,19 @@ def _bytes_of(value: Any) -> int:  # noqa: ANN401 - any batch
     Raises:
         TypeError: it is made of something else; the message says what.
     """
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if type(value) is dict:
-        return sum(map(_bytes_of, value.values()))
-    if type(value) in (list, tuple):
+    # By their very types: a class of one's own that is a float too, or a Tensor, is not read back without its code.
+    kind = type(value)
+    if isinstance(value, torch.Tensor) and kind.__module__.partition(".")[0] == "torch":
+        if value.is_meta or value.layout == torch.sparse_coo:
+            what = "without data" if value.is_meta else "sparse"
+            raise TypeError(f"a batch is or holds a tensor that is {what}, no plain value")
+        return int(value.nbytes)
+    if kind is dict:
+        return sum(_bytes_of(key) + _bytes_of(item) for key, item in value.items())
+    if kind in (list, tuple):
         return sum(map(_bytes_of, value))
-    if value is None or isinstance(value, bool | int | float | str | bytes):
+    if kind in (str, bytes):
+        return len(value)
+    if value is None or kind in (bool, int, float):
         return 0
-    raise TypeError(f"a batch is or holds a {type(value).__name__}, no plain value")
+    raise TypeError(f"a batch is or holds a {kind.__name__}, no plain value")

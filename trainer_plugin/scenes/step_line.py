@@ -28,11 +28,11 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grad_norm: float | None
     loss_center: float | None = None
     loss_scale: float | None = None
-    clip_coefficient: float = 1.0
+    clip_coefficient: float | None = 1.0
     surge: bool = False
     withheld: str | None = None
     amp_loss_scale: float | None = None
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[float | None, ...] = ()
     lr_factor: float = 1.0
     step_seconds: float | None = None
     data_wait_seconds: float | None = None
@@ -48,6 +48,15 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def read_steps(run_folder: Path) -> list[StepLine]:
     """The steps that a run's recorder holds, in the order in which they were run; lines that are damaged are left out.
 
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    return read_recorder(run_folder)[0]
+
+
+def read_recorder(run_folder: Path) -> tuple[list[StepLine], list[str]]:
+    """The same, and what could not be read, a line for each file.
+
     A job may be writing: both files are opened before either is read, so that one which begins anew meanwhile takes
     away nothing in between.
 
@@ -59,22 +68,36 @@ def read_steps(run_folder: Path) -> list[StepLine]:
         for name in NAMES:
             with suppress(FileNotFoundError):
                 files.append(opened.enter_context((run_folder / name).open("rb")))
-        lines = [line for file in files for line in _decoded(file.read())]
-    return sorted(lines, key=lambda line: line.steps_total)
+        found = [(Path(file.name).name, *_decoded(file.read())) for file in files]
+    lines = [line for _, decoded, _ in found for line in decoded]
+    problems = [f"{name}: {damaged} lines cannot be read and are left out" for name, _, damaged in found if damaged]
+    return sorted(lines, key=when_run), problems
+
+
+def when_run(line: StepLine) -> tuple[int, int]:
+    """What orders lines: a killed job's last steps are counted again by the next one, in a branch of its own."""
+    return line.branch, line.steps_total
 
 
 def read_lines(path: Path) -> list[StepLine]:
     """The lines of one file that can be read; of none where there is no file."""
-    return _decoded(path.read_bytes()) if path.exists() else []
+    return _decoded(path.read_bytes())[0] if path.exists() else []
 
 
-def _decoded(content: bytes) -> list[StepLine]:
+def _decoded(content: bytes) -> tuple[list[StepLine], int]:
+    """The lines, and how many others there are; one that has no end yet may still be written."""
     lines: list[StepLine] = []
-    for line in content.splitlines():
+    damaged = 0
+    for line in content.splitlines(keepends=True):
+        if not line.strip():
+            continue
         try:
             one = msgspec.json.decode(line[:_MOST_LINE_BYTES], type=StepLine)
         except (msgspec.MsgspecError, RecursionError):
+            damaged += line.endswith(b"\n")
             continue
         if one.schema == SCHEMA:
             lines.append(one)
-    return lines
+        else:
+            damaged += 1
+    return lines, damaged

@@ -6,9 +6,12 @@ background, a tenth of a second late at most; a killed job loses no line that wa
 """
 
 import math
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.scenes.recorder import Start
-from trainer_plugin.scenes.step_line import NAMES, StepLine, read_lines
+from trainer_plugin.scenes.step_line import NAMES, StepLine, read_lines, when_run
 from trainer_plugin.signals import Signals
 
 # A step may have thousands of samples; whoever looks for more has its positions.
@@ -37,6 +40,9 @@ class StepLog:
         # Which file is being filled, and how many lines it has; found out by the writer.
         self._number = -1
         self._lines = 0
+        # What a disk that fails could not take yet, and whether it may have taken half a line.
+        self._encoded: deque[bytes] = deque(maxlen=max(steps, 1))
+        self._torn = False
 
     def add(
         self,
@@ -62,11 +68,11 @@ class StepLog:
             grad_norm=_number(signals.grad_norm),
             loss_center=_number(readings.loss_robust_center),
             loss_scale=_number(readings.loss_robust_scale),
-            clip_coefficient=signals.clip_coefficient,
+            clip_coefficient=_number(signals.clip_coefficient),
             surge=signals.surge,
             withheld=signals.withheld,
             amp_loss_scale=_number(signals.amp_loss_scale),
-            learning_rates=signals.learning_rates,
+            learning_rates=tuple(map(_number, signals.learning_rates)),
             lr_factor=lr_factor,
             step_seconds=_number(signals.step_seconds),
             data_wait_seconds=_number(signals.data_wait_seconds),
@@ -82,20 +88,25 @@ class StepLog:
     def _flush(self) -> None:
         """In the writer's thread: add what waits."""
         self._asked = False
+        while self._waiting:
+            self._encoded.append(msgspec.json.encode(_whole(*self._waiting.popleft())) + b"\n")
         if self._number < 0:
             self._number, self._lines = self._newest()
-        while self._waiting:
+        while self._encoded:
             if self._lines >= self._steps:
+                (self._folder / NAMES[1 - self._number]).unlink(missing_ok=True)
                 self._number, self._lines = 1 - self._number, 0
-                (self._folder / NAMES[self._number]).unlink(missing_ok=True)
-            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._steps - self._lines))]
+            taken = list(islice(self._encoded, self._steps - self._lines))
+            ended, self._torn = b"\n" * self._torn, True
+            _append(self._folder / NAMES[self._number], ended + b"".join(taken))
+            self._torn = False
             self._lines += len(taken)
-            with (self._folder / NAMES[self._number]).open("ab") as file:
-                file.write(b"".join(msgspec.json.encode(_whole(*one)) + b"\n" for one in taken))
+            for _ in taken:
+                self._encoded.popleft()
 
     def _newest(self) -> tuple[int, int]:
         """The file that was being filled last, and its lines; one that a killed job left half is ended."""
-        last = [max((line.steps_total for line in read_lines(self._folder / name)), default=-1) for name in NAMES]
+        last = [max(map(when_run, read_lines(self._folder / name)), default=(-1, -1)) for name in NAMES]
         number = last.index(max(last))
         path = self._folder / NAMES[number]
         if not path.exists():
@@ -105,6 +116,19 @@ class StepLog:
             with path.open("ab") as file:
                 file.write(b"\n")
         return number, content.count(b"\n") + 1
+
+
+def _append(path: Path, content: bytes) -> None:
+    """All of it or, as far as a disk that fails allows, nothing."""
+    with path.open("ab", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size_bytes)
+            raise
 
 
 def _whole(line: StepLine, signals: Signals, rng: Any) -> StepLine:  # noqa: ANN401 - a tensor, or what the loop has

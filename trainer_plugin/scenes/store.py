@@ -146,7 +146,9 @@ class Scenes:
             snapshot, as_begun = ranks.together(self._capture, new.step)
             if as_begun:
                 new = structs.replace(new, weights_step=new.step - 1)
-            self._must_have_room(sum(ranks.gather(sum(tensor.nbytes for tensor in snapshot.tensors.values()))))
+            own = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+            own += sum(self._recorder.start_of(number).bytes for number in (new.step, new.step - 1))
+            self._must_have_room(sum(ranks.gather(own)))
             if not ranks.alone:
                 snapshot = replace(snapshot, pieces=pieces_of(snapshot.tensors, snapshot.places, ranks))
             self._begin(new, self._recorder.signals, snapshot)
