@@ -157,6 +157,8 @@ def _receive(config: Config, receiver: Receiver, credentials: Credentials | None
         return _fail(1, f"receiver.listen: {receiver.listen}: {_reason(error)}")
     if credentials and tls is None and not receiver.listen.is_loopback():
         logger.warning("receiver.listen: %s without TLS: whoever is on the way can read the secret", receiver.listen)
+    if not Path(config.runs).is_dir():
+        logger.warning("runs: %s is not there yet: until a job makes it, no alert finds its run", config.runs)
     app = build_app(
         Path(config.runs),
         credentials=credentials or NOBODY_ASKED,

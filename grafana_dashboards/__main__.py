@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     drawn.add_argument("--range", metavar="TIME", default="1h", help="how much to show: 90s, 30m, 6h, 2d (default: 1h)")
     drawn.add_argument("--at", metavar="TIME", help="the end of it, as ISO 8601 or Unix seconds (default: now)")
     drawn.add_argument(
-        "--interval", metavar="TIME", default="15s", help="how often Prometheus scrapes the job (default: 15s)"
+        "--interval", metavar="TIME", default="5s", help="how often Prometheus scrapes the job (default: 5s)"
     )
     drawn.add_argument("--run", help="the run (default: the first of those that are there)")
     drawn.add_argument("--only", metavar="NAME", action="append", help="a dashboard, such as training; may be repeated")

@@ -130,6 +130,7 @@ def _timeline() -> list[Part]:
 def _checkpoints() -> list[Part]:
     newest = f"{level('train_checkpoint_step', by='run, tier, kind')} >= 0"
     periodic = level("train_checkpoint_step", 'kind="periodic"', by="run, tier")
+    step = level("train_step")
     return [
         lines(
             "Checkpoints by tier",
@@ -142,10 +143,10 @@ def _checkpoints() -> list[Part]:
             least=0,
         ),
         lines(
-            "Steps since the newest checkpoint",
-            "In intervals between checkpoints, by tier. At 2.5 a checkpoint has failed or hangs.",
+            "Intervals since the newest checkpoint",
+            "Steps over those between two checkpoints, by tier. At 2.5 a checkpoint has failed or hangs.",
             Query(
-                expr=f"(max by (run) (run:train_step:max{{{RUN}}}) - on (run) group_right () ({periodic} >= 0))"
+                expr=f"({step} - on (run) group_right () ({periodic} >= 0))"
                 f" / on (run) group_left () {threshold('checkpoint_every_steps')}",
                 legend="{{tier}}",
             ),

@@ -258,6 +258,18 @@ def test_d04_a_loss_that_is_nan_is_a_gap_and_a_red_state(tmp_path):
     assert words["1"] | {"index": 1} == {"text": "non-finite", "color": "red", "index": 1}
 
 
+def test_a_checkpoint_is_never_newer_than_the_step(tmp_path):
+    """Step and checkpoint are of one scrape: a step of the last evaluation lies before the checkpoint of a fast run."""
+    age = query_of("incidents", "Intervals since the newest checkpoint", "train_checkpoint_step")
+    series = {
+        'train_step{run="a"}': "250 950", 'run:train_step:max{run="a"}': "0 250",
+        'train_checkpoint_step{run="a",tier="local",kind="periodic"}': "200 900",
+        'train_threshold{run="a",name="checkpoint_every_steps"}': "100 100",
+    }  # fmt: skip
+    value = {"labels": '{run="a",tier="local"}', "value": 0.5}
+    story(tmp_path, series, {age: {0: [value], 1: [value]}})
+
+
 def test_the_band_ends_where_the_detector_speaks(tmp_path):
     """Its upper end is that of the robust detector: so many deviations, and never nearer than its least ratio."""
     limit = query_of("training", "Loss and its usual band", "robust_score")

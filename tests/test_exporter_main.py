@@ -59,6 +59,15 @@ def test_it_serves_and_ends_on_sigterm(tmp_path):
     assert RunFolder(tmp_path / "runs", "gpt-0").heartbeat() is not None
 
 
+def test_a_folder_of_runs_that_is_not_there_is_told(tmp_path):
+    """It may come with the first job, so the receiver starts; but a misspelt one would only ever say unknown_run."""
+    (tmp_path / "runs").mkdir()
+    for folder, told in (("rnus", 1), ("runs", 0)):
+        with running("--runs", tmp_path / folder, "--listen", "127.0.0.1:0") as (process, _):
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr.read().count(f"runs: {tmp_path / folder} is not there yet") == told
+
+
 def test_a_half_sent_delivery_does_not_hold_up_the_end(tmp_path):
     """SIGINT ends it although a sender is in the middle of its body and another keeps its connection."""
     with running("--runs", tmp_path, "--listen", "localhost:0") as (process, url):

@@ -257,6 +257,29 @@ def test_observe_withholds_nothing_and_says_what_it_would_do(make_guard):
     assert job.guard.step == 27
 
 
+@pytest.mark.parametrize("mode", ["observe", "assist"])
+@pytest.mark.parametrize(("steps", "stops"), [(25, 0), (5, 1)])
+def test_no_way_back_is_said_only_where_there_is_none(make_guard, mode, steps, stops):
+    """A rollback that was only observed leaves its target there: stopping is what would come without one."""
+    job = make_guard(mode=mode, detection={"warmup_steps": 3})
+    job.run(steps)
+    job.step(spoil_gradient)
+    job.run(steps + 10)
+    assert (actions(job, "rollback", "observed"), actions(job, "stop", "observed")) == (1, stops)
+
+
+@pytest.mark.parametrize("mode", ["observe", "assist"])
+def test_weights_that_stay_bad_are_told_once(make_guard, caplog, mode):
+    """Where nothing is healed every later step is as bad: log and trail name the parameters once, the page counts."""
+    job = make_guard(mode=mode)
+    job.run(25)
+    job.step(spoil_gradient)
+    job.run(60)
+    assert len(trail(job, "nonfinite")) == 1
+    assert caplog.text.count("weights not finite") == 1
+    assert job.guard.page.value("train_nonfinite_total", "weight") >= 30
+
+
 def test_the_page_shows_the_step(make_guard):
     """Step, loss, norms, learning rate, checkpoints and counters are on the page after each step."""
     job = make_guard(adamw_job(scheduled=True))

@@ -417,3 +417,15 @@ def restart(folder, times):
 def test_p22_restarts_leave_one_target(tmp_path):
     """Built twenty times without a close (`make soak`: a hundred), a run has one target, one endpoint, one counter."""
     restart(tmp_path, 20)
+
+
+@pytest.mark.parametrize(("advertise", "follows"), [("node.example:{port}", True), ("outside.example:80", False)])
+def test_the_address_that_is_told_is_that_of_this_page(make_guard, tmp_path, advertise, follows):
+    """Where another job of this host has the port, Prometheus hears of the one that was had; a mapped port stays."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = advertise.format(port=port)
+        job = make_guard(metrics={"port": port, "advertise": told})
+        assert job.guard.metrics_port != port
+        (entry,) = json.loads((tmp_path / "runs" / "targets" / "tiny-0.json").read_text())
+        assert entry["targets"] == [f"node.example:{job.guard.metrics_port}" if follows else told]

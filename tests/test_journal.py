@@ -74,8 +74,9 @@ def test_a_class_that_changes_is_told_with_its_reason(desk, caplog):
 def test_parameters_with_a_bad_gradient_are_named(desk, caplog):
     """The log names the first ten, the trail a hundred."""
     names = [f"layer.{number}" for number in range(150)]
-    desk.journal.nonfinite(7, gradients=names, weights=[])
+    desk.journal.nonfinite(7, gradients=names, weights=[], withheld=True)
     assert "layer.9" in caplog.text
+    assert "and 140 more: the update is withheld" in caplog.text
     assert "layer.10" not in caplog.text
     (line,) = desk.trail()
     assert (line["kind"], line["step"], line["parameters"]) == ("nonfinite", 7, names[:100])

@@ -154,6 +154,10 @@ def test_a_picture_of_nothing_but_nan_is_a_picture(tmp_path, prometheus):
     [
         (("--run", "nobody"), "--run: one of gpt-0, gpt-1 wanted, found nobody"),
         (("--only", "costs"), "--only: one of fleet, gpu, incidents, runbook, training wanted, found costs"),
+        (
+            ("--prometheus", "host:9090"),
+            "--prometheus: an address such as http://127.0.0.1:9090 wanted, found host:9090",
+        ),
         (("--range", "soon"), "a time such as 90s, 30m, 6h or 2d wanted, found 'soon'"),
     ],
 )
@@ -169,4 +173,4 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path, capsys):
     fake = FakePrometheus()
     fake.close()
     assert cli("preview", "--prometheus", fake.url, "--out", str(tmp_path)) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err == f"python -m grafana_dashboards: {fake.url} does not answer: Connection refused\n"

@@ -61,14 +61,15 @@ def outline(page):
     return found
 
 
-def write_run(folder, losses, trail=()):
+def write_run(folder, losses, trail=(), withheld=()):
     """A run's folder as a job with these losses leaves it, one step each, with these lines in its trail."""
     folder.mkdir()
     monitor = Monitor(DetectionConfig())
     log = StepLog(folder, steps=2000, write=lambda job: job())
     overview = Overview(folder, write=lambda job: job())
     for step, loss in enumerate(losses, 1):
-        seen = signals(step, loss, layer_grad_norms={"blocks.0": 1.0 + step % 3, "head": 2.0})
+        why = "nonfinite" if step in withheld else None
+        seen = signals(step, loss, withheld=why, layer_grad_norms={"blocks.0": 1.0 + step % 3, "head": 2.0})
         log.add(seen, *monitor.update(seen), Start(), steps_total=step, branch=0, now=1e9 + step, lr_factor=1.0)
         overview.add(seen, steps_total=step, branch=0)
     overview.save()
@@ -110,6 +111,14 @@ def test_it_tells_what_happened_and_what_it_cost(tmp_path):
     assert "TrainLossNotRecovering" in text
     assert "50 steps rolled back" in text
     assert "healed at step 160" in text
+
+
+def test_updates_that_were_withheld_are_what_was_done(tmp_path):
+    """An incident that ended with that alone is not one of which nothing was done."""
+    folder = write_run(tmp_path / "gpt-0", [2.0] * 300, [incident()], withheld=range(100, 103))
+    text = " ".join(outline(report_page(read_story(folder, None), Charts())).texts)
+    assert "3 updates withheld" in text
+    assert "nothing" not in text.lower()
 
 
 def test_a_page_of_a_real_run_is_whole_and_needs_nothing_from_elsewhere(make_guard, tmp_path):

@@ -45,6 +45,8 @@ class Boundary:
         self._shows: list[Callable[[], None]] = []
         # Of several ranks the first one's wish, until all hear of it.
         self._scene: Scene | None = None
+        # Whether gradients and weights held a NaN or Inf in the step before, as it was told; None after a good step.
+        self._told: tuple[bool, bool] | None = None
         self._data_wait_seconds = 0.0
         self._began = time.perf_counter()
 
@@ -110,9 +112,9 @@ class Boundary:
         parts.errors.attempt(partial(self._record, signals, readings, verdicts), moment, step=signals.step)
         weights_finite = True
         if any(verdict.detector == "nonfinite" for verdict in verdicts):
-            weights_finite = self._tell_damage(
-                signals.step, damage or self._damage(), first=readings.withheld_steps <= 1
-            )
+            weights_finite = self._tell_damage(signals, damage or self._damage())
+        else:
+            self._told = None
         changed = parts.policy.observe(
             signals, readings, verdicts, weights_finite=weights_finite, steps_total=moment.steps_total
         )
@@ -197,11 +199,13 @@ class Boundary:
         """A step gone bad is worth host reads: which parameters, and whether the weights are still finite."""
         return Damage(gradients=self._parts.reader.nonfinite_parameters, weights=self._parts.probe.nonfinite_weights())
 
-    def _tell_damage(self, step: int, damage: Damage, *, first: bool) -> bool:
+    def _tell_damage(self, signals: Signals, damage: Damage) -> bool:
         """Whether the weights are still finite."""
-        parts = self._parts
-        if first:  # Of a streak: the others say the same.
-            parts.journal.nonfinite(step, gradients=damage.gradients, weights=damage.weights)
+        parts, before = self._parts, self._told
+        self._told = bool(damage.gradients), bool(damage.weights)
+        if self._told != before:  # The others of a streak say the same.
+            withheld = signals.withheld is not None
+            parts.journal.nonfinite(signals.step, gradients=damage.gradients, weights=damage.weights, withheld=withheld)
         if damage.weights:
             parts.page.add("train_nonfinite_total", 1.0, "weight")
         return not damage.weights

@@ -31,6 +31,7 @@ OptionsLoader.add_implicit_resolver(
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`metrics:` of guard.yaml. Port 0 stands for any free one; `advertise` is the address told to Prometheus.
 
+    A port in `advertise` that is `port` stands for the one that was had, should another job have that.
     Of several ranks on a host the first has this port and address, the next one the next port, and so on.
 
     Each layer's weights, updates and moments are read once in `layers_every` steps (0: never), with `activations` its

@@ -51,9 +51,12 @@ class Endpoint:
         if self.port is None:
             return
         address = config.metrics.advertise or local_address(config.metrics.host, self.port)
-        if config.metrics.advertise and ranks.local_rank:  # Told for the first on this host.
-            host, _, port = address.rpartition(":")
-            address = f"{host}:{int(port) + ranks.local_rank}" if port.isdigit() else address
+        host, _, port = address.rpartition(":")
+        if config.metrics.advertise and port == str(config.metrics.port):
+            # Another job of this host may have that one, and Prometheus would read its page.
+            address = f"{host}:{self.port}"
+        elif config.metrics.advertise and port.isdigit():  # A mapped one, told for the first on this host.
+            address = f"{host}:{int(port) + ranks.local_rank}"
         try:
             self._target = Target(Path(config.runs), run=config.run, rank=rank, address=address)
         except OSError:

@@ -54,12 +54,13 @@ class Journal:
             entry = {"id": incident.id, "step": step, "class": incident.class_, "evidence": incident.evidence}
             self.trail("incident_class", entry)
 
-    def nonfinite(self, step: int, *, gradients: list[str], weights: list[str]) -> None:
-        """What is not finite, by the names of the parameters."""
+    def nonfinite(self, step: int, *, gradients: list[str], weights: list[str], withheld: bool) -> None:
+        """What is not finite, by the names of the parameters, and whether the optimizer was kept from it."""
+        remedy = ": the update is withheld" if withheld else ""
         for what, names in (("weights", weights), ("gradient", gradients)):
             if names:
                 more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-                _log.warning("step %d: %s not finite in %s%s", step, what, ", ".join(names[:10]), more)
+                _log.warning("step %d: %s not finite in %s%s%s", step, what, ", ".join(names[:10]), more, remedy)
         self.trail("nonfinite", {"step": step, "parameters": gradients[:100], "weights": weights[:100]})
 
     def action(self, decision: Decision, remedy: Remedy, loaded: Loaded | None, layers: tuple[str, ...] = ()) -> None:

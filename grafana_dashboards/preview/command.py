@@ -22,7 +22,7 @@ def preview(
     *,
     span: str,
     at: str | None = None,
-    interval: str = "15s",
+    interval: str = "5s",
     run: str | None = None,
     only: Sequence[str] | None = None,
 ) -> Iterator[Path]:
@@ -33,7 +33,7 @@ def preview(
         out: the folder of the pictures.
         span: how much time to show, such as 30m.
         at: its end, as ISO 8601 or Unix seconds; now if None.
-        interval: the scrape interval, such as 15s.
+        interval: the scrape interval, such as 5s.
         run: the run to show; the first that is there if None.
         only: names of dashboards; all if None.
 

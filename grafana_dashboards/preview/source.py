@@ -67,11 +67,13 @@ class Prometheus:
     """A Prometheus server by its address.
 
     Raises:
-        ValueError: it refuses a query; the message is its own.
+        ValueError: it is no address, or the server refuses a query; that message is its own.
         OSError: it does not answer.
     """
 
     def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--prometheus: an address such as http://127.0.0.1:9090 wanted, found {url}")
         self.url = url.rstrip("/")
 
     def over(self, expr: str, view: View) -> list[Series]:
@@ -103,6 +105,9 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             with error:
                 raise ValueError(f"{asked}: {error.read().decode(errors='replace')}") from None
+        except urllib.error.URLError as error:
+            reason = getattr(error.reason, "strerror", None) or error.reason
+            raise OSError(f"{self.url} does not answer: {reason}") from None
 
 
 def _series(labels: dict[str, str], pairs: list[list[Any]]) -> Series:

@@ -191,6 +191,8 @@ class Policy:
             return self._quiet_wish(moment) if incident is None else None
         if not self._weights_finite:
             wish = self._local("rollback", "weights are not finite", incident, moment)
+            if wish is None and self.mode != "auto" and moment.target_step >= 0:
+                return None  # Said already; and the way back that was not taken is there.
             # R9: nothing is left to train on, and no way back.
             return wish or self._local("stop", "weights are not finite, and there is no way back", incident, moment)
         slow = None

@@ -114,7 +114,7 @@ def _incident(story: Story, one: LoggedIncident, charts: Charts | None) -> str:
         f'<section id="incident-{one.id}"><h2>Incident {one.id}: {escape(one.class_)}</h2>'
         f'<p class="sub">first bad step {one.first_step}, found at {one.detected_step}, {_when(one.time)} &middot; '
         f"{_state(one)}</p><h3>Evidence</h3><ul>{evidence}</ul>"
-        f"<h3>What was done</h3>{_actions(one.actions)}<p>Cost: {'; '.join(cost)}.</p>{_scene(one)}"
+        f"<h3>What was done</h3>{_actions(one.actions, _done(one))}<p>Cost: {'; '.join(cost)}.</p>{_scene(one)}"
         f"{near}"
         f"{'<h3>Layers</h3>' + layers if layers else ''}</section>"
     )
@@ -127,9 +127,9 @@ def _scene(one: LoggedIncident) -> str:
     return f"<p>Scene: <code>{escape(one.scene_folder)}</code>; run its step again: <code>{escape(again)}</code></p>"
 
 
-def _actions(actions: list[LoggedAction]) -> str:
+def _actions(actions: list[LoggedAction], nothing: str = "nothing") -> str:
     if not actions:
-        return "<p>Nothing.</p>"
+        return f"<p>{nothing.capitalize()}.</p>"
     rows = "".join(
         f'<tr><td class="n">{action.step}</td><td>{escape(action.action)}</td>'
         f"<td>{escape(action.alert or action.source)}</td><td>{escape(action.outcome)}</td>"
@@ -149,7 +149,10 @@ def _state(one: LoggedIncident) -> str:
 
 
 def _done(one: LoggedIncident) -> str:
-    return ", ".join(dict.fromkeys(action.action for action in one.actions if action.outcome == "done")) or "nothing"
+    done = list(dict.fromkeys(action.action for action in one.actions if action.outcome == "done"))
+    if one.withheld_steps:
+        done.insert(0, f"{one.withheld_steps} update{'s' * (one.withheld_steps > 1)} withheld")
+    return ", ".join(done) or "nothing"
 
 
 def _rollbacks(one: LoggedIncident) -> int:
