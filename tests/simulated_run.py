@@ -101,7 +101,7 @@ class SimulatedRun:
         sustained_steps = self.config.detection.sustained_steps
         self._note("TrainLossSpikeSustained", now, holds=readings.loss_high_steps[3.0] >= sustained_steps)
         self._note("TrainLossNotRecovering", now, holds=readings.loss_unrecovered_steps >= sustained_steps)
-        withheld = withheld_long(readings.withheld_steps, sustained_steps, step=self.step, target_step=-1)
+        withheld = withheld_long(readings.withheld_steps, sustained_steps, step=self.step, target_step=self.step)
         self._note("TrainNoUpdates", now, holds=withheld)
         if readings.withheld_steps == NO_UPDATES_STEPS:
             self.events.setdefault("TrainUpdatesWithheld", []).append(now)
@@ -156,7 +156,7 @@ class SimulatedRun:
     def _stand(self) -> None:
         standing = Standing(
             steps_total=self.steps_total, lr_factor=1.0, clip_max_norm=None, incident_open=False, loop_up=True,
-            rollback_target_step=-1, checkpoint_steps={}, checkpoint_seconds={}, scene_step=-1,
+            rollback_target_step=self.step, checkpoint_steps={}, checkpoint_seconds={}, scene_step=-1,
         )  # fmt: skip
         self.endpoint.metrics.stand(self.step, standing)
 
