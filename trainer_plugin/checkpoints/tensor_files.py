@@ -8,25 +8,18 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import _get_layout
 
 from trainer_plugin.checkpoints.manifest import METADATA, File, HashedFile
 
@@ -109,32 +102,38 @@ class PlainReader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what torch writes as metadata, and nothing else."""
+    """Knows what torch writes as metadata, and nothing else: records and enumerations of two modules, sizes, dtypes."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _KNOWN: ClassVar[dict[str, Any]] = {
+        "torch.Size": torch.Size,
+        # Where it was written; that says nothing here.
+        "pathlib.PosixPath": PurePosixPath,
+        "pathlib._local.PosixPath": PurePosixPath,
+    }
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - as in the base class
         """As in the base class."""
-        known = _KNOWN.get(f"{module}.{name}")
-        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            known = getattr(torch, name)
-        if known is None:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of metadata")
-        return known
+        path = f"{module}.{name}"
+        if path in self._KNOWN:
+            return self._KNOWN[path]
+        if path == "builtins.getattr":
+            return _member
+        found = super().find_class(module, name) if module in self._MODULES and "." not in name else None
+        if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, Enum)):
+            return found
+        if path == "torch.serialization._get_layout":
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{path} is no part of metadata")
 
 
-_KNOWN: dict[str, Any] = {
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": _get_layout,
-    "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
-    **{
-        f"torch.distributed.checkpoint.metadata.{kind.__name__}": kind
-        for kind in (
-            ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
-            _MEM_FORMAT_ENCODING,
-        )
-    },
-    # Where it was written; that says nothing here.
-    **{f"{module}.PosixPath": PurePosixPath for module in ("pathlib", "pathlib._local")},
-}  # fmt: skip
+def _member(kind: type[Enum], name: str) -> Enum:
+    """A member of an enumeration: some versions of Python pickle one as an attribute of its class."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"an attribute of {kind!r} is no part of metadata")
+    return kind[name]
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
