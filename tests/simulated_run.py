@@ -19,7 +19,7 @@ from trainer_plugin.detection.monitor import Monitor
 from trainer_plugin.endpoint import Endpoint
 from trainer_plugin.metrics import Standing
 from trainer_plugin.placement import Placement
-from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, withheld_long
+from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, withheld_too_long
 from trainer_plugin.run_folder import JobFolder
 from trainer_plugin.signals import Signals
 
@@ -101,7 +101,7 @@ class SimulatedRun:
         sustained_steps = self.config.detection.sustained_steps
         self._note("TrainLossSpikeSustained", now, holds=readings.loss_high_steps[3.0] >= sustained_steps)
         self._note("TrainLossNotRecovering", now, holds=readings.loss_unrecovered_steps >= sustained_steps)
-        withheld = withheld_long(readings.withheld_steps, sustained_steps, step=self.step, target_step=self.step)
+        withheld = withheld_too_long(readings.withheld_steps, sustained_steps, step=self.step, target_step=self.step)
         self._note("TrainNoUpdates", now, holds=withheld)
         if readings.withheld_steps == NO_UPDATES_STEPS:
             self.events.setdefault("TrainUpdatesWithheld", []).append(now)

@@ -10,7 +10,7 @@ from test_policy import COOLDOWN_STEPS, DAY_SECONDS, SUSTAINED_STEPS, Job
 from trainer_plugin.policy.alerts import ASKED_SECONDS
 from trainer_plugin.policy.budget import BudgetConfig
 from trainer_plugin.policy.decisions import ActionsConfig
-from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, SETTLE_PART, withheld_long
+from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, SETTLE_PART, withheld_too_long
 from trainer_plugin.policy.state import PolicyState
 from trainer_plugin.policy.table import TABLE, markdown
 
@@ -236,7 +236,7 @@ def test_a_first_rollback_lowers_the_rate_briefly_and_a_second_to_the_same_place
 )
 def test_waiting_for_an_update_costs_no_more_than_going_back(step, target_step, due):
     """After this step updates are withheld: it goes back at as many as it undoes, 10 at least and 200 at most."""
-    assert [withheld_long(n, 200, step=step + n, target_step=target_step) for n in (due - 1, due)] == [False, True]
+    assert [withheld_too_long(n, 200, step=step + n, target_step=target_step) for n in (due - 1, due)] == [False, True]
 
 
 def test_a_step_withheld_now_and_then_is_no_reason_to_stop():

@@ -1,7 +1,6 @@
 """What each action does to the job. When, and whether at all, is the policy's business."""
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -149,14 +148,15 @@ class Actions:
         return Result(outcome="done", detail=f"clip to {limit:g} for {self._config.clip_steps} steps")
 
     def _lower_lr(self, decision: Decision, moment: Moment, *, stack: bool = True) -> Result:
-        most = BRIEF_STEPS if decision.brief else sys.maxsize
-        hold_steps = min(self._config.lr_hold_steps, most)
+        hold_steps, return_steps = self._config.lr_hold_steps, self._config.lr_return_steps
+        if decision.brief:
+            hold_steps, return_steps = min(hold_steps, BRIEF_STEPS), min(return_steps, BRIEF_STEPS)
         factor = self._learning_rate.lower(
             self._config.lr_factor,
             floor=self._lr_floor,
             now=moment.steps_total,
             hold_steps=hold_steps,
-            return_steps=min(self._config.lr_return_steps, most),
+            return_steps=return_steps,
             stack=stack and self._config.lr_stacking,
         )
         return Result(outcome="done", detail=f"learning rate x {factor:g} for {hold_steps} steps")

@@ -125,7 +125,6 @@ class Monitor:
         change = self._continuity.update(step, signals.learning_rates)
         if change is not None:
             self._meet(change)
-
         # Ratios and scores are to the baselines of the steps before, which have not learnt from this one.
         warm = self._loss_robust.warm
         self._loss_ratio = self._loss_ema.ratio(loss) if warm else math.nan  # R1: in warm-up nothing finite is a spike.
@@ -206,16 +205,17 @@ class Monitor:
     ) -> tuple[Verdict | None, Verdict | None, Verdict | None]:
         """What the robust detector, drift or level, and the oscillation detector say; drift of calm times only."""
         robust = self._loss_robust
-        center, tail_ratio = robust.reference, robust.tail.ratio
+        center, tail = robust.reference, robust.tail.ratio
         spike = robust.update(step, loss, learn=learn)
         score, patient, drift, oscillation = robust.last_score, robust.widened, None, None
         if robust.warm and not patient:
-            seen = {"score": score, "center": center, "tail_ratio": tail_ratio}
-            oscillation = self._oscillation.update(step, loss, settled=learn, **seen)
+            oscillation = self._oscillation.update(
+                step, loss, score=score, center=center, tail_ratio=tail, settled=learn
+            )
         else:
             self._oscillation.reset()
         if judge and not patient:
-            drift = self._drift.update(step, loss, score=score, center=center, tail_ratio=tail_ratio)
+            drift = self._drift.update(step, loss, score=score, center=center, tail_ratio=tail)
         else:
             self._drift.reset()
         if learn and drift is None and spike is None and self._loss_level.is_due(step):

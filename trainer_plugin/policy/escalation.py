@@ -6,7 +6,7 @@ from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.policy.partial import rollback_kind
 
 _SURE_STEPS = 10  # Good steps after a bad batch, until it is left out for good.
-NO_UPDATES_STEPS = 10  # Updates withheld in a row after which people are told.
+NO_UPDATES_STEPS = 10  # Fewer updates withheld in a row are a stretch of bad batches, and nothing to act upon.
 
 # Of the steps after which a loss counts as not recovering, a lower rate shows within this part whether it helps.
 SETTLE_PART = 0.25
@@ -51,7 +51,7 @@ def is_brief(action: str, source: str, incident: Incident, *, again: bool, surge
     return "rollback" in action
 
 
-def withheld_long(withheld_steps: int, sustained_steps: int, *, step: int, target_step: int) -> bool:
+def withheld_too_long(withheld_steps: int, sustained_steps: int, *, step: int, target_step: int) -> bool:
     """Whether so many updates withheld in a row are reason enough to go back; the alert's rule says the same.
 
     As many as going back from `step` to `target_step` would undo, or `sustained_steps`: who rents until the rent has
@@ -65,11 +65,12 @@ def slow_remedy(
     incident: Incident, readings: Readings, actions: ActionsConfig, moment: Moment, sustained_steps: int
 ) -> tuple[str, str] | None:
     """What to do and why, where the alert comes first. A lower rate mends no machine."""
-    may_lower, withheld = not incident.tried("lower_lr") and incident.class_ != "hardware", readings.withheld_steps
+    may_lower = not incident.tried("lower_lr") and incident.class_ != "hardware"
+    withheld = readings.withheld_steps
     if readings.loss_unrecovered_steps >= sustained_steps:
         reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
         return rollback_kind(incident, readings, actions), reason
-    if withheld_long(withheld, sustained_steps, step=moment.step, target_step=moment.target_step):
+    if withheld_too_long(withheld, sustained_steps, step=moment.step, target_step=moment.target_step):
         return "rollback", f"{withheld} updates withheld in a row"
     if readings.amp_scale_collapsed and may_lower:
         return "lower_lr", "AMP loss scale collapsed"

@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,8 +181,6 @@ def _power(value: float, _: object) -> str:
 
 def _svg(figure: Any) -> str:  # noqa: ANN401
     drawn = io.StringIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Glyphs that no font has, numbers that no axis holds.
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
     text = drawn.getvalue()
     return text[text.index("<svg") :]

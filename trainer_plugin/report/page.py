@@ -89,7 +89,7 @@ def _picture(draw: Callable[..., str], *what: object) -> str:
     """A picture; one that cannot be drawn, of numbers that no axis holds, costs itself alone."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # Glyphs that no font has, numbers that no axis holds.
             return draw(*what)
     except Exception as error:  # noqa: BLE001 - whatever a file says, and whatever matplotlib makes of it
         return f"<p>The picture could not be drawn: {escape(f'{type(error).__name__}: {error}'[:200])}</p>"
