@@ -7,7 +7,9 @@ import msgspec
 import pytest
 from test_policy import COOLDOWN_STEPS, DAY_SECONDS, SUSTAINED_STEPS, Job
 
+from trainer_plugin.detection.weight_jumps import WeightJump
 from trainer_plugin.policy.alerts import ASKED_SECONDS
+from trainer_plugin.policy.attribution import LASTING_STEPS
 from trainer_plugin.policy.budget import BudgetConfig
 from trainer_plugin.policy.decisions import ActionsConfig
 from trainer_plugin.policy.escalation import NO_UPDATES_STEPS, SETTLE_PART, withheld_too_long
@@ -237,6 +239,71 @@ def test_a_first_rollback_lowers_the_rate_briefly_and_a_second_to_the_same_place
 def test_waiting_for_an_update_costs_no_more_than_going_back(step, target_step, due):
     """After this step updates are withheld: it goes back at as many as it undoes, 10 at least and 200 at most."""
     assert [withheld_too_long(n, 200, step=step + n, target_step=target_step) for n in (due - 1, due)] == [False, True]
+
+
+def damaged(step=1030, **changes):
+    """A job whose weights jumped in step `step` and whose loss is away from the next one on; it obeys for 220 steps."""
+    job = Job(**{"loop_up": False, **changes})
+    job.step = job.steps_total = step
+    job.jumped = WeightJump(step - 20, step + 5, "blocks.1", 1.4)
+    for _ in range(220):
+        job.see(*["robust:loss"] * (job.unrecovered == 0))
+        job.obey()
+        if job.went and job.went[-1][0] == "rollback":
+            break
+    return job
+
+
+@pytest.mark.parametrize(("step", "waited"), [(1030, 30), (1099, 99), (1005, LASTING_STEPS)])
+def test_damage_is_undone_once_that_costs_no_more_than_it_has_cost(step, waited):
+    """Weights jumped and the loss stays away: as long as going back would undo, 20 steps at least."""
+    job = damaged(step)
+    assert job.went == [("clip", "local", "done"), ("rollback", "local", "done")]
+    assert job.policy.state.rollbacks[0].at_steps_total == step + waited
+    assert "blocks.1 is 1.4 times what it was after step" in " ".join(job.policy.state.incidents[-1].evidence)
+
+
+def test_a_rate_that_threw_the_weights_is_lowered_first():
+    """A remedy has its time before the next: the run goes back when the lower rate has had so many steps."""
+    job = Job(loop_up=False)
+    job.step = job.steps_total = 1030
+    job.risen, job.jumped = (1030, 30.0), WeightJump(1000, 1035, "wte", 30.0)
+    for _ in range(2 * SETTLE_STEPS):
+        job.see(*["robust:loss"] * (job.unrecovered == 0))
+        job.obey()
+    assert job.went == [("lower_lr", "local", "done"), ("rollback", "local", "done")]
+    assert job.policy.state.rollbacks[0].at_steps_total == 1031 + SETTLE_STEPS
+
+
+def test_of_damage_too_the_alerts_hear_first():
+    """While the outer loop is up the job waits its half a minute, here 60 steps, for a command."""
+    job = damaged(loop_up=True)
+    assert job.went[1:] == [("rollback", "local", "done")]
+    assert job.policy.state.rollbacks[0].at_steps_total == 1030 + 30 + 60
+
+
+@pytest.mark.parametrize("mode", ["observe", "assist"])
+def test_damage_is_only_told_where_the_job_may_not_act(mode):
+    """It says once that it would go back."""
+    job = damaged(mode=mode)
+    told = [remedy for remedy in job.incident.remedies if remedy.action == "rollback"]
+    assert (job.went, [remedy.outcome for remedy in told]) == ([], ["observed"])
+    assert told[0].steps_total == 1030 + 30
+
+
+@pytest.mark.parametrize("jump", [None, WeightJump(800, 850, "wte", 30.0), WeightJump(1031, 1040, "wte", 30.0)])
+def test_a_loss_that_stays_away_from_weights_that_did_not_jump_has_its_time(jump):
+    """No jump, or one long before the loss left, or one only after it: it is given the steps of R11."""
+    job = Job(loop_up=False)
+    job.step = job.steps_total = 1030
+    job.jumped = jump
+    job.spoil(SUSTAINED_STEPS - 1)
+    job.obey()
+    job.obey()
+    assert job.went == [("clip", "local", "done")]
+    job.see()
+    job.obey()
+    assert job.went[1:] == [("rollback", "local", "done")]
 
 
 def test_a_step_withheld_now_and_then_is_no_reason_to_stop():

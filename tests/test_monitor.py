@@ -9,6 +9,7 @@ from curves import CURVES, FAULT, STEPS, decay, signals
 
 from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.signals import LayerReading
 
 WARM = 200
 # The default settings, but for a warm-up that tests need not sit through.
@@ -348,6 +349,29 @@ def test_every_count_goes_back(run):
     readings, _ = other.update(seen)
     assert readings.withheld_steps == readings.loss_unrecovered_steps == 4
     assert readings.loss_high_steps[3.0] == readings.grad_norm_high_steps[10.0] == 4
+
+
+def test_weights_that_jump_are_read_as_of_the_step_before(run):
+    """What a step's signals say of the layers is what the step before has made of them; a rollback undoes it."""
+    other, stored = Monitor(CONFIG), run.monitor.state_dict()
+    other.load_state_dict(stored)
+    last = run.step
+    for number, norm in enumerate([10.0, 10.1, 10.2, 10.3, 10.4, 20.8]):
+        layers = {"wte": LayerReading(
+            weight_norm=norm, update_ratio=None, first_moment_norm=None, second_moment_norm=None, activation_max=None
+        )}  # fmt: skip
+        last += 1
+        readings, _ = other.update(signals(last, 2.0, layers=layers))
+        assert (readings.weight_jump is not None) == (number == 5)
+    assert readings.weight_jump[:3] == (last - 2, last - 1, "wte")
+    other.load_state_dict(stored)
+    assert other.readings().weight_jump is None
+
+
+def test_a_state_of_before_a_part_was_there_is_read(run):
+    """The youngest parts begin anew where an older checkpoint knows nothing of them."""
+    stored = {name: part for name, part in run.monitor.state_dict().items() if name not in ("layers", "weight_jumps")}
+    Monitor(CONFIG).load_state_dict(stored)
 
 
 def test_a10_after_a_rollback_old_steps_raise_no_alarm():

@@ -48,7 +48,7 @@ class Job:
         self.loop_up = loop_up
         self.unrecovered = self.withheld = 0
         self.ratios = {}
-        self.risen = None
+        self.risen = self.jumped = None
         self.went = []
 
     @property
@@ -102,6 +102,7 @@ class Job:
                 hard=hard,
                 layer_ratios=self.ratios,
                 risen=self.risen,
+                jumped=self.jumped,
             ),
             verdicts,
             weights_finite=weights_finite,
@@ -155,9 +156,9 @@ class Job:
         return self
 
 
-def _readings(*, unrecovered, withheld, ratio, collapsed=False, hard=False, layer_ratios=None, risen=None):
+def _readings(*, unrecovered, withheld, ratio, collapsed=False, hard=False, layer_ratios=None, risen=None, jumped=None):
     changed = {name: getattr(QUIET, name) for name in Readings.__struct_fields__}
-    changed |= {"layer_ratios": layer_ratios or {}, "rate_rise": risen}
+    changed |= {"layer_ratios": layer_ratios or {}, "rate_rise": risen, "weight_jump": jumped}
     changed |= {"loss_unrecovered_steps": unrecovered, "withheld_steps": withheld, "grad_norm_ema_ratio": ratio}
     changed |= {"amp_scale_collapsed": collapsed, "hard_batches": hard}
     changed["loss_high_steps"] = dict.fromkeys((1.2, 1.5, 2.0, 3.0), unrecovered)

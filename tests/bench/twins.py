@@ -17,6 +17,8 @@ from trainer_plugin.guard import Guard
 RUN = "recovery"
 # The plan's last step stays before the decay of the schedule, which begins at 80 % of these.
 SCHEDULED_STEPS = 3400
+# Half of the demo's: all trials in one go on two cores.
+_WIDTH = 64
 _HELD_OUT_ROWS = 64
 _HISTORY_STEPS = 300
 
@@ -48,7 +50,7 @@ def look(model):
 
 def workbench(seed, faults=None):
     """Model, optimizer, schedule and data of a seed, at step 0; the data with the faults that lie in them."""
-    return Workbench(corpus(), seed=seed, steps=SCHEDULED_STEPS, faults=faults)
+    return Workbench(corpus(), seed=seed, steps=SCHEDULED_STEPS, faults=faults, width=_WIDTH)
 
 
 def options(folder, plan, **sections):

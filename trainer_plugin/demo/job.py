@@ -16,6 +16,7 @@ from trainer_plugin.faults import Faults
 from trainer_plugin.guard import Guard
 from trainer_plugin.signals import Signals
 
+WIDTH = 128
 CONTEXT = 64
 BATCH_SIZE = 12
 _PEAK_LR = 2e-3
@@ -39,9 +40,11 @@ class Trained:
 class Workbench:
     """Everything of a training loop but the loop: the same for the guarded run and for its twin."""
 
-    def __init__(self, corpus: Corpus, *, seed: int, steps: int, faults: Faults | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, *, seed: int, steps: int, faults: Faults | None = None, width: int = WIDTH
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = GPT(context=CONTEXT)
+        self.model = GPT(width=width, context=CONTEXT)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: _schedule(step, steps))
         damage = faults.on_data if faults is not None else None
@@ -50,7 +53,7 @@ class Workbench:
 
 def build() -> tuple[nn.Module, LossFn]:
     """The factory by which `python -m trainer_plugin replay` runs a demo's scene again."""
-    return GPT(context=CONTEXT), lambda model, batch: sample_losses(model, batch["tokens"])
+    return GPT(width=WIDTH, context=CONTEXT), lambda model, batch: sample_losses(model, batch["tokens"])
 
 
 def train_guarded(

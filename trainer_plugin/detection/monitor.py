@@ -16,6 +16,7 @@ from trainer_plugin.detection.oscillation import Oscillation
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.detection.recovery import HighSteps, Recovery
 from trainer_plugin.detection.robust import Robust
+from trainer_plugin.detection.weight_jumps import WeightJumps
 from trainer_plugin.signals import Signals
 
 # In a log of every nth step a new level must be seen for some lines before it is believed.
@@ -65,6 +66,7 @@ class Monitor:
         )
         self._nonfinite = NonFinite()
         self._layers = LayerBaselines(alpha=config.ema_alpha)
+        self._weight_jumps = WeightJumps()
         self._spikes_in_a_row = 0
         self._continuity = Continuity(
             gap_steps=config.relearn_steps, window=config.robust_window, planned=config.planned_change_steps
@@ -74,11 +76,11 @@ class Monitor:
         self._rewound: dict[str, Any] = {
             "loss_ema": self._loss_ema, "grad_norm_ema": self._grad_norm_ema, "loss_sigma": self._loss_sigma,
             "loss_robust": self._loss_robust, "grad_norm_robust": self._grad_norm_robust, "drift": self._drift,
-            "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level,
+            "loss_level": self._loss_level, "grad_norm_level": self._grad_norm_level, "layers": self._layers,
             "oscillation": self._oscillation, "continuity": self._continuity, "hard_batches": self._hard_batches,
-            "recovery": self._recovery, "norm_recovery": self._norm_recovery,
-            "loss_scale": self._loss_scale, "nonfinite": self._nonfinite,
+            "recovery": self._recovery, "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale,
             "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
+            "nonfinite": self._nonfinite, "weight_jumps": self._weight_jumps,
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
         self._knows_hard_batches = False
@@ -150,6 +152,7 @@ class Monitor:
         norm_high = self._grad_norm_ema.update(step, grad_norm, learn=learn)
         if signals.layer_grad_norms or self._layers.ratios:
             self._layers.update(signals.layer_grad_norms, learn=learn)
+        self._weight_jumps.update(step - 1, signals.layers, learn=learn)  # What the step before has made of them.
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
         if signals.withheld == "spike":
@@ -185,6 +188,7 @@ class Monitor:
             hard_batches=self._knows_hard_batches,
             layer_ratios=self._layers.ratios,
             rate_rise=self._continuity.last_rise,
+            weight_jump=self._weight_jumps.last,
         )
 
     def _meet(self, change: str) -> None:
@@ -286,15 +290,11 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that rewinds with the weights, as plain numbers."""
-        return {
-            **{name: part.state_dict() for name, part in self._rewound.items()},
-            "spikes_in_a_row": self._spikes_in_a_row,
-            "layers": self._layers.state_dict(),
-        }
+        states = {name: part.state_dict() for name, part in self._rewound.items()}
+        return {**states, "spikes_in_a_row": self._spikes_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
         for name, part in self._rewound.items():
-            part.load_state_dict(state[name])
+            part.load_state_dict(state.get(name, {}))  # The youngest parts have a checkpoint of before there were any.
         self._spikes_in_a_row = state["spikes_in_a_row"]
-        self._layers.load_state_dict(state.get("layers", {}))  # A checkpoint of before there were any.

@@ -2,12 +2,14 @@
 
 import msgspec
 
+from trainer_plugin.detection.weight_jumps import WeightJump
+
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
     """What the detectors hold after a step. NaN stands for "not known yet".
 
     `layer_ratios`: gradient norm over its own baseline, of each layer that has one. `rate_rise`: the step in which the
-    learning rate jumped last, and to how many times what it had been.
+    learning rate jumped last, and to how many times what it had been. `weight_jump`: the last layer whose weights did.
     """
 
     loss_ema: float
@@ -31,3 +33,4 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
     hard_batches: bool
     layer_ratios: dict[str, float] = {}
     rate_rise: tuple[int, float] | None = None
+    weight_jump: WeightJump | None = None

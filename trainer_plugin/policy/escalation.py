@@ -1,6 +1,7 @@
 """When the next rung of the ladder may be climbed: a gentler remedy has had its time, or nothing is left. Pure."""
 
 from trainer_plugin.detection.readings import Readings
+from trainer_plugin.policy.attribution import LASTING_STEPS
 from trainer_plugin.policy.decisions import ActionsConfig, Moment
 from trainer_plugin.policy.incidents import Incident, Remedy
 from trainer_plugin.policy.partial import rollback_kind
@@ -51,14 +52,21 @@ def is_brief(action: str, source: str, incident: Incident, *, again: bool, surge
     return "rollback" in action
 
 
-def withheld_too_long(withheld_steps: int, sustained_steps: int, *, step: int, target_step: int) -> bool:
-    """Whether so many updates withheld in a row are reason enough to go back; the alert's rule says the same.
+def going_back_pays(lost_steps: int, sustained_steps: int, *, least_steps: int, step: int, target_step: int) -> bool:
+    """Whether as many steps are lost by now as going back from `step` to `target_step` would undo of those before them.
 
-    As many as going back from `step` to `target_step` would undo, or `sustained_steps`: who rents until the rent has
-    reached the price pays twice the least at most (the ski-rental problem). -1 if there is no target.
+    `least_steps` at least, `sustained_steps` at most: who rents until the rent has reached the price pays twice the
+    least at most (the ski-rental problem). The target is -1 if there is none.
     """
-    undone = step - withheld_steps - target_step if target_step >= 0 else 0
-    return withheld_steps >= max(NO_UPDATES_STEPS, min(undone, sustained_steps))
+    undone = step - lost_steps - target_step if target_step >= 0 else 0
+    return lost_steps >= max(least_steps, min(undone, sustained_steps))
+
+
+def withheld_too_long(withheld_steps: int, sustained_steps: int, *, step: int, target_step: int) -> bool:
+    """Whether so many updates withheld in a row are reason enough to go back; the alert's rule says the same."""
+    return going_back_pays(
+        withheld_steps, sustained_steps, least_steps=NO_UPDATES_STEPS, step=step, target_step=target_step
+    )
 
 
 def slow_remedy(
@@ -66,11 +74,14 @@ def slow_remedy(
 ) -> tuple[str, str] | None:
     """What to do and why, where the alert comes first. A lower rate mends no machine."""
     may_lower = not incident.tried("lower_lr") and incident.class_ != "hardware"
-    withheld = readings.withheld_steps
-    if readings.loss_unrecovered_steps >= sustained_steps:
-        reason = f"loss unrecovered for {readings.loss_unrecovered_steps} steps"
-        return rollback_kind(incident, readings, actions), reason
-    if withheld_too_long(withheld, sustained_steps, step=moment.step, target_step=moment.target_step):
+    withheld, lost = readings.withheld_steps, readings.loss_unrecovered_steps
+    if lost >= sustained_steps:
+        return rollback_kind(incident, readings, actions), f"loss unrecovered for {lost} steps"
+    place = {"step": moment.step, "target_step": moment.target_step}
+    if incident.weights_jumped and going_back_pays(lost, sustained_steps, least_steps=LASTING_STEPS, **place):
+        # No data explain both, so there is nothing to wait for but what waiting costs.
+        return rollback_kind(incident, readings, actions), f"weights jumped, and loss unrecovered for {lost} steps"
+    if withheld_too_long(withheld, sustained_steps, **place):
         return "rollback", f"{withheld} updates withheld in a row"
     if readings.amp_scale_collapsed and may_lower:
         return "lower_lr", "AMP loss scale collapsed"

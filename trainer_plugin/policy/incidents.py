@@ -8,6 +8,7 @@ import msgspec
 from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.layer_baselines import OUTLIER_RATIO
 from trainer_plugin.detection.readings import Readings
+from trainer_plugin.detection.weight_jumps import WeightJump
 from trainer_plugin.policy.attribution import (
     CLIMB_STEPS,
     LASTING_STEPS,
@@ -42,7 +43,8 @@ class Incident(msgspec.Struct, kw_only=True):
     """From the first bad step to the measured recovery. `last_step` is the last one with a verdict.
 
     `layers` are those whose gradient norm was an outlier to their own past, each with its largest ratio. What the class
-    is read from: `signs`, `grad_norm_ratio`, `rate_rise`, `course` and `machine`, as in `classify`.
+    is read from: `signs`, `grad_norm_ratio`, `rate_rise`, `course` and `machine`, as in `classify`. `weights_jumped`:
+    when it began, weights were thrown to where no usual update takes them.
     """
 
     id: int
@@ -59,6 +61,7 @@ class Incident(msgspec.Struct, kw_only=True):
     signs: dict[str, int] = msgspec.field(default_factory=dict)
     grad_norm_ratio: float | None = None
     rate_rise: float | None = None
+    weights_jumped: bool = False
     course: str = ""
     out_steps: int = 0
     machine: list[str] = msgspec.field(default_factory=list)
@@ -71,6 +74,8 @@ class Incident(msgspec.Struct, kw_only=True):
             self.add(verdict, readings.grad_norm_ema_ratio)
         if readings.rate_rise is not None:
             self.rate_rose(*readings.rate_rise)
+        if readings.weight_jump is not None:
+            self.weights_jump(readings.weight_jump)
         self.follow(signals.step, readings.loss_unrecovered_steps)
 
     def add(self, verdict: Verdict, grad_norm_ratio: float) -> None:
@@ -99,6 +104,15 @@ class Incident(msgspec.Struct, kw_only=True):
         if self.rate_rise is None and 0 < self.first_step - step <= RISE_STEPS:
             self.rate_rise = ratio
             self._tell(f"step {step}: the learning rate rose to {ratio:.3g} times what it had been")
+
+    def weights_jump(self, jump: WeightJump) -> None:
+        """A layer's weights jumped: of this incident, if they may have done so in its first steps or right before."""
+        if not self.weights_jumped and jump.after_step < self.first_step <= jump.last_step + SHORT_STEPS:
+            self.weights_jumped = True
+            self._tell(
+                f"step {jump.last_step}: the weight norm of {jump.layer} is {jump.ratio:.3g} times what it was after "
+                f"step {jump.after_step}"
+            )
 
     def follow(self, step: int, unrecovered_steps: int) -> None:
         """How it goes on: `unrecovered_steps` is how long the loss has been away, 0 when it is back."""

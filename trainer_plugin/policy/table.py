@@ -51,6 +51,12 @@ TABLE = (
         _ALERT,
     ),
     Row(
+        "a layer's weights jumped, and loss not back for as many steps as going back would undo: 20 at least, 200 at "
+        "most, and 50 since the rate was lowered",
+        "the same",
+        "the job, after 30 s, or at once when the outer loop is silent",
+    ),
+    Row(
         "as many updates withheld in a row as going back would undo: 10 at least, 200 at most",
         "rollback",
         _ALERT,
