@@ -23,6 +23,8 @@ looks every {LOOK_STEPS} steps; s: in seconds of training here. Medians, with th
 through Prometheus ran at one moment of each seed only; an alert takes seconds, which is many of these steps. The last
 column is of clean runs one after the other, and rough: `make bench` measures side by side."""
 _CLEAN_COLUMNS = ("clean runs acted on", "clean final / twin", "step / clip's")
+# Shades of the plot, as log(1 + steps).
+_MOST_LOST, _DARK = 1000.0, math.log1p(80.0)
 _ORDER = (*FAULTS, *STRATEGIES, PROMETHEUS)
 
 
@@ -94,31 +96,32 @@ def _number(value, form):
 
 
 def plot(results, path):
-    """Steps lost by fault and strategy, bars of the mean, a dot for each trial, a cross where it never recovered.
+    """Steps lost by strategy and fault: the mean of the trials in each field, darker for more.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - only those who want a picture need it
 
-    groups = by_fault(results)
-    names = list(by_strategy(results))
-    figure = Figure(figsize=(11, 2.2 * max(1, len(groups))), layout="constrained")
-    axes = figure.subplots(max(1, len(groups)), sharex=True, squeeze=False)[:, 0]
-    for axis, (fault, measured) in zip(axes, groups.items(), strict=False):
-        for place, name in enumerate(names):
-            trials = measured.get(name, [])
-            lost = [one.steps_lost for one in trials]
-            if lost:
-                axis.barh(place, sum(lost) / len(lost), color="#0b6fb8" if "ladder" in name else "#b0b7bd")
-            for mark, recovered in (("o", True), ("x", False)):
-                there = [one.steps_lost for one in trials if (one.recovery_steps is not None) == recovered]
-                axis.plot(there, [place] * len(there), mark, color="#d1495b", markersize=5)
-        axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
-        axis.set_title(fault, loc="left", fontsize="medium")
-    axes[-1].set_xlabel("steps lost: rolled back, withheld, and until the held-out loss is the twin's (x: never)")
-    figure.savefig(path, dpi=120)
+    faults, names = by_fault(results), list(by_strategy(results))
+    figure = Figure(figsize=(2.5 + 0.8 * len(faults), 2.5 + 0.45 * len(names)), layout="constrained")
+    axis = figure.subplots()
+    shades = [[math.nan] * len(faults) for _ in names]
+    for column, groups in enumerate(faults.values()):
+        for name, measured in groups.items():
+            sums, row = sum_up(measured), names.index(name)
+            # Of one step and of six hundred both should be seen.
+            shades[row][column] = shade = math.log1p(sums.mean_lost)
+            words = f"{_least(sums)}{sums.mean_lost:.0f}"
+            axis.text(column, row, words, ha="center", va="center", color="white" if shade > _DARK else "black")
+    axis.imshow(shades, cmap="Blues", vmin=0.0, vmax=math.log1p(_MOST_LOST), aspect="auto")
+    axis.set_xticks(range(len(faults)), faults, rotation=40, ha="right", rotation_mode="anchor")
+    axis.set_yticks(range(len(names)), names)
+    axis.spines[:].set_visible(False)
+    axis.set_title(
+        "Steps lost to a fault, mean of the trials (≥: in some of them the loss never came back)", loc="left"
+    )
+    figure.savefig(path, dpi=100)
 
 
 def tell(folder, picture):

@@ -75,7 +75,7 @@ class Incident(msgspec.Struct, kw_only=True):
         if readings.rate_rise is not None:
             self.rate_rose(*readings.rate_rise)
         if readings.weight_jump is not None:
-            self.weights_jump(readings.weight_jump)
+            self.hear_of_jump(readings.weight_jump)
         self.follow(signals.step, readings.loss_unrecovered_steps)
 
     def add(self, verdict: Verdict, grad_norm_ratio: float) -> None:
@@ -105,7 +105,7 @@ class Incident(msgspec.Struct, kw_only=True):
             self.rate_rise = ratio
             self._tell(f"step {step}: the learning rate rose to {ratio:.3g} times what it had been")
 
-    def weights_jump(self, jump: WeightJump) -> None:
+    def hear_of_jump(self, jump: WeightJump) -> None:
         """A layer's weights jumped: of this incident, if they may have done so in its first steps or right before."""
         if not self.weights_jumped and jump.after_step < self.first_step <= jump.last_step + SHORT_STEPS:
             self.weights_jumped = True
