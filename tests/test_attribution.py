@@ -10,6 +10,7 @@ from test_policy import COOLDOWN_STEPS, SUSTAINED_STEPS, Job
 
 from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.weight_jumps import WeightJump
 from trainer_plugin.policy.attribution import (
     LASTING_STEPS,
     RISE_STEPS,
@@ -126,6 +127,19 @@ def test_a_rise_unlike_those_that_were_borne_is_blamed():
         told = msgspec.structs.replace(readings, rate_rise=(step, ratio))
         judged = rises.judge(signals(step, 2.0, learning_rates=(rate,)), told, quiet=True)
         assert judged.rate_rise == (None if known else (step, ratio))
+
+
+@pytest.mark.parametrize(
+    ("span", "told"), [((460, 510), False), ((590, 640), False), ((400, 450), True), ((650, 700), True)]
+)
+def test_weights_that_move_with_a_rise_that_was_borne_have_not_jumped(span, told):
+    """A cycle begins anew with large updates; a jump before it, or long after it, is one."""
+    rises = RateRises(borne=[Rise(step=100, ratio=10.0, rate=1e-3)])
+    readings, _ = Monitor(DetectionConfig()).update(signals(1, 2.0))
+    readings = msgspec.structs.replace(readings, rate_rise=(500, 10.0), weight_jump=WeightJump(*span, "wte", 1.3))
+    for step in (500, 700):
+        judged = rises.judge(signals(step, 2.0, learning_rates=(1e-3,)), readings, quiet=True)
+    assert (judged.weight_jump is not None) == told
 
 
 @pytest.mark.parametrize("rates", [(math.inf,), (math.nan, 1.0), (1.0, math.nan)])

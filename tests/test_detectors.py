@@ -369,12 +369,41 @@ def test_recovery_is_eight_of_the_last_ten(inside, ends):
     assert next((i + 1 for i, count in enumerate(counts) if not count), None) == ends
 
 
+@pytest.mark.parametrize("half_life", [10.0, 40.0])
+def test_when_a_falling_loss_will_be_back_is_told(half_life):
+    """What halves in so many steps is at one deviation when its logarithm says; half the steps are known by then."""
+    recovery, steps = Recovery(), 40
+    for step in range(steps):
+        recovery.update(step, left_at=0, inside=False, distance=64.0 * 0.5 ** (step / half_life))
+    assert recovery.back_in_steps == pytest.approx(6.0 * half_life - steps, abs=25.0)
+
+
+def test_a_loss_that_stays_is_never_back():
+    """Nor is one of which too little is known; one that is not away is back."""
+    recovery = Recovery()
+    assert recovery.back_in_steps == 0.0
+    for step in range(60):
+        recovery.update(step, left_at=0, inside=False, distance=8.0 + 0.01 * step)
+        assert recovery.back_in_steps == math.inf
+    recovery.clear()
+    assert recovery.back_in_steps == 0.0
+
+
+def test_the_way_back_is_part_of_the_state():
+    """It goes on the same from a state, through JSON."""
+    first, second = Recovery(), Recovery()
+    for step in range(30):
+        first.update(step, left_at=0, inside=False, distance=30.0 - step)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.back_in_steps == first.back_in_steps < 60.0
+
+
 @pytest.mark.parametrize(("above", "ends"), [(0.0, 8), (0.9, 8), (1.1, None), (3.5, None)])
 def test_ten_steps_that_are_all_a_little_high_are_no_recovery(above, ends):
     """Steps inside the band that are above the level by a deviation in the mean do not end the count."""
     recovery = Recovery()
-    recovery.update(0, left_at=0, inside=False, above=20.0)
-    counts = [recovery.update(1 + i, left_at=None, inside=True, above=above) for i in range(30)]
+    recovery.update(0, left_at=0, inside=False, distance=20.0, far=True)
+    counts = [recovery.update(1 + i, left_at=None, inside=True, distance=above, far=True) for i in range(30)]
     assert next((i + 1 for i, count in enumerate(counts) if not count), None) == ends
 
 
@@ -383,8 +412,8 @@ def test_recovery_state_round_trip():
     first, second = Recovery(), Recovery()
     first.update(5, left_at=3, inside=False)
     for step in range(6, 13):
-        first.update(step, left_at=None, inside=True, above=0.5)
+        first.update(step, left_at=None, inside=True, distance=0.5, far=True)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.unrecovered_steps == 10
-    assert second.update(13, left_at=None, inside=True, above=5.0) == 10  # 8.5 deviations in 8 steps.
+    assert second.update(13, left_at=None, inside=True, distance=5.0, far=True) == 10  # 8.5 deviations in 8 steps.
     assert second.update(14, left_at=None, inside=True) == 0

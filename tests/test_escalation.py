@@ -241,12 +241,17 @@ def test_waiting_for_an_update_costs_no_more_than_going_back(step, target_step, 
     assert [withheld_too_long(n, 200, step=step + n, target_step=target_step) for n in (due - 1, due)] == [False, True]
 
 
-def damaged(step=1030, **changes):
-    """A job whose weights jumped in step `step` and whose loss is away from the next one on; it obeys for 220 steps."""
+def damaged(step=1030, *, before=None, **changes):
+    """A job whose weights jumped in step `step` and whose loss is away from the next one on; it obeys for 220 steps.
+
+    `before` may change it before each of them.
+    """
     job = Job(**{"loop_up": False, **changes})
     job.step = job.steps_total = step
     job.jumped = WeightJump(step - 20, step + 5, "blocks.1", 1.4)
     for _ in range(220):
+        if before is not None:
+            before(job)
         job.see(*["robust:loss"] * (job.unrecovered == 0))
         job.obey()
         if job.went and job.went[-1][0] == "rollback":
@@ -273,6 +278,49 @@ def test_a_rate_that_threw_the_weights_is_lowered_first():
         job.obey()
     assert job.went == [("lower_lr", "local", "done"), ("rollback", "local", "done")]
     assert job.policy.state.rollbacks[0].at_steps_total == 1031 + SETTLE_STEPS
+
+
+def test_a_loss_on_its_way_back_is_not_cut_short():
+    """Weights jumped, as where a layer was begun anew on purpose: what will be back within its time has it."""
+    job = damaged(before=lambda job: setattr(job, "back_in_steps", SUSTAINED_STEPS - 40.0))
+    assert job.policy.state.rollbacks[0].at_steps_total == 1030 + 40
+
+
+def test_without_a_target_damage_asks_for_nothing_early():
+    """The only answer would be no, for the whole incident: the checkpoint that is proven meanwhile is taken."""
+    job = damaged(before=lambda job: setattr(job, "has_target", job.steps_total > 1090))
+    assert [one for one in job.went if "rollback" in one[0]] == [("rollback", "local", "done")]
+    assert job.policy.state.rollbacks[0].at_steps_total == 1092
+
+
+def test_with_its_budget_spent_damage_asks_for_nothing_early():
+    """The refusal begins the time until the run is stopped: it comes no sooner than it did."""
+    job = damaged(budget=BudgetConfig(rollbacks_per_day=0))
+    (refused,) = job.incident.tried("rollback")
+    assert (refused.outcome, refused.steps_total) == ("refused_budget", 1030 + SUSTAINED_STEPS)
+
+
+def test_a_partial_rollback_too_waits_for_the_lower_rate():
+    """It is no gentler than the whole one to a remedy that has not had its time."""
+    job = Job(loop_up=False, actions=ActionsConfig(partial_rollback=True))
+    job.step = job.steps_total = 1030
+    job.jumped, job.ratios = WeightJump(1000, 1035, "wte", 30.0), {"wte": 30.0, "wpe": 1.0}
+    job.see("robust:loss", "ema_ratio:grad_norm", surge=True)
+    while job.steps_total < 1200 and "partial_rollback" not in [went[0] for went in job.went]:
+        job.obey()
+        job.see()
+    assert [went[0] for went in job.went] == ["lower_lr", "partial_rollback"]
+    assert job.incident.tried("partial_rollback")[0].steps_total == 1031 + SETTLE_STEPS
+
+
+def test_a_jump_is_over_once_the_run_has_gone_back():
+    """By a rollback, or by a start, which goes on from before it: what is wrong then has its full time."""
+    job = damaged()
+    assert not job.incident.weights_jumped
+    job = damaged(mode="observe")
+    assert job.incident.weights_jumped
+    job.policy.restarted(job.steps_total, anew=False)
+    assert not job.incident.weights_jumped
 
 
 def test_of_damage_too_the_alerts_hear_first():

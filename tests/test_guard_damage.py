@@ -4,7 +4,7 @@ import pytest
 import torch
 from training import adamw_job
 
-DAMAGED, SUSTAINED_STEPS = 203, 100
+DAMAGED, SUSTAINED_STEPS = 303, 100
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def test_damage_is_seen_in_the_weights_and_undone(hurt):
     job = hurt(layers_every=5)
     state = job.guard._parts.policy.state
     [rollback] = state.rollbacks
-    assert (rollback.at_step, rollback.to_step) == (DAMAGED + 1 + SUSTAINED_STEPS // 4, 200)
+    assert (rollback.at_step, rollback.to_step) == (DAMAGED + 1 + SUSTAINED_STEPS // 4, 300)
     [incident] = state.incidents
-    assert "the weight norm of 0 is 9.9" in " ".join(incident.evidence)
+    assert "the weight norm of 0 is 9." in " ".join(incident.evidence)
     assert max(job.step() for _ in range(5)) < 1.0
 
 

@@ -68,6 +68,7 @@ def test_readings_equal_a_float64_reference(kind):
             total = sum(second.double().sum().item() for second in seconds)
             assert reading.second_moment_norm == (pytest.approx(math.sqrt(total), rel=1e-5) if seconds else None)
             assert reading.activation_max is None
+            assert reading.elements == sum(parameter.numel() for parameter in parameters)
 
 
 def test_p15_a_step_that_was_not_applied_has_no_update():
@@ -100,6 +101,7 @@ def test_frozen_weights_are_left_out():
     readings = watched.step()
     assert list(readings) == ["3"]
     assert readings["3"].weight_norm == pytest.approx(norm(watched.layers["3"][:1]), rel=1e-5)
+    assert readings["3"].elements == watched.layers["3"][0].numel()
     for parameter in watched.model.parameters():
         parameter.requires_grad_(requires_grad=True)
     assert list(watched.step()) == ["0", "3"]
@@ -135,7 +137,7 @@ def test_the_largest_activation_is_that_of_the_layers_turn():
 
 def test_a_zero_weight_has_no_ratio():
     """An update over weights that are all 0 is no number."""
-    assert LayerSignals.read(("a",), (0.0, 1.0, 2.0, -1.0, -1.0))["a"].update_ratio is None
+    assert LayerSignals.read(("a",), (0.0, 1.0, 4.0, 2.0, -1.0, -1.0))["a"].update_ratio is None
 
 
 def test_nothing_is_read_on_the_host():

@@ -356,14 +356,16 @@ def test_weights_that_jump_are_read_as_of_the_step_before(run):
     other, stored = Monitor(CONFIG), run.monitor.state_dict()
     other.load_state_dict(stored)
     last = run.step
-    for number, norm in enumerate([10.0, 10.1, 10.2, 10.3, 10.4, 20.8]):
+    for norm in (10.0, 10.1, 10.2, 10.3, 10.4, 20.8):
         layers = {"wte": LayerReading(
-            weight_norm=norm, update_ratio=None, first_moment_norm=None, second_moment_norm=None, activation_max=None
+            weight_norm=norm, update_ratio=None, first_moment_norm=None, second_moment_norm=None, activation_max=None,
+            elements=1000,
         )}  # fmt: skip
-        last += 1
-        readings, _ = other.update(signals(last, 2.0, layers=layers))
-        assert (readings.weight_jump is not None) == (number == 5)
-    assert readings.weight_jump[:3] == (last - 2, last - 1, "wte")
+        for number in range(50):
+            last += 1
+            readings, _ = other.update(signals(last, 2.0, layers={} if number else layers))
+            assert (readings.weight_jump is not None) == (norm > 20.0)
+    assert readings.weight_jump == (last - 100, last - 50, "wte", pytest.approx(2.0))
     other.load_state_dict(stored)
     assert other.readings().weight_jump is None
 

@@ -49,6 +49,8 @@ class Job:
         self.unrecovered = self.withheld = 0
         self.ratios = {}
         self.risen = self.jumped = None
+        self.back_in_steps = math.inf
+        self.has_target = True
         self.went = []
 
     @property
@@ -56,6 +58,7 @@ class Job:
         """This boundary."""
         before = self.step + 1 if self.incident is None else self.incident.before_step
         nearest = (before - 1) // 100 * 100  # A checkpoint every 100 steps, all of them proven.
+        nearest = nearest if self.has_target else -1
         return Moment(
             step=self.step, steps_total=self.steps_total, now=self.now, loop_up=self.loop_up, target_step=nearest
         )
@@ -103,6 +106,7 @@ class Job:
                 layer_ratios=self.ratios,
                 risen=self.risen,
                 jumped=self.jumped,
+                back_in_steps=self.back_in_steps,
             ),
             verdicts,
             weights_finite=weights_finite,
@@ -156,11 +160,23 @@ class Job:
         return self
 
 
-def _readings(*, unrecovered, withheld, ratio, collapsed=False, hard=False, layer_ratios=None, risen=None, jumped=None):
+def _readings(
+    *,
+    unrecovered,
+    withheld,
+    ratio,
+    collapsed=False,
+    hard=False,
+    layer_ratios=None,
+    risen=None,
+    jumped=None,
+    back_in_steps=math.inf,
+):
     changed = {name: getattr(QUIET, name) for name in Readings.__struct_fields__}
     changed |= {"layer_ratios": layer_ratios or {}, "rate_rise": risen, "weight_jump": jumped}
     changed |= {"loss_unrecovered_steps": unrecovered, "withheld_steps": withheld, "grad_norm_ema_ratio": ratio}
     changed |= {"amp_scale_collapsed": collapsed, "hard_batches": hard}
+    changed["loss_back_in_steps"] = back_in_steps if unrecovered else 0.0
     changed["loss_high_steps"] = dict.fromkeys((1.2, 1.5, 2.0, 3.0), unrecovered)
     return Readings(**changed)
 

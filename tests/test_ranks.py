@@ -67,7 +67,7 @@ def assert_as_alone(told, alone):
         assert here.samples == 16
         assert set(here.layers) == set(there.layers)
         for layer, reading in there.layers.items():
-            for name in ("weight_norm", "update_ratio", "first_moment_norm", "second_moment_norm"):
+            for name in ("weight_norm", "update_ratio", "first_moment_norm", "second_moment_norm", "elements"):
                 assert getattr(here.layers[layer], name) == pytest.approx(getattr(reading, name), rel=1e-4)
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(told["weights"][name], weight, rtol=0.0, atol=1e-4)

@@ -9,9 +9,10 @@ from trainer_plugin.detection.weight_jumps import WeightJump, WeightJumps
 from trainer_plugin.signals import LayerReading
 
 
-def reading(weight_norm):
+def reading(weight_norm, elements=1000):
     """A layer with this norm of its weights."""
     return LayerReading(
+        elements=elements,
         weight_norm=weight_norm,
         update_ratio=None,
         first_moment_norm=None,
@@ -41,16 +42,53 @@ def test_a_layer_that_is_thrown_is_named_with_where(times):
 @pytest.mark.parametrize(
     "norms",
     [
-        [*GROWING, 1.09 * GROWING[-1]],  # Three times the usual, yet a tenth at most.
+        [*GROWING, 1.09 * GROWING[-1]],  # Less than a tenth.
         [1.0, 1.8, 1.5, 1.9, 2.4, 2.2, 2.9],  # A small layer of a young run.
         [10.0, 10.0, 10.0, 10.0, 30.0],  # Three changes are no habit yet.
         [0.0, 0.0, 1.0, 2.0, 3.0],  # What begins at 0 has no ratio.
-        [*GROWING, math.inf, math.nan, GROWING[-1]],  # The business of others.
+        [*GROWING, math.nan, GROWING[-1]],  # The business of others.
     ],
 )
 def test_growth_is_no_jump(norms):
     """Healthy layers change by much, early on and where they are small."""
     assert grown(*norms).last is None
+
+
+@pytest.mark.parametrize(("norm", "least", "most"), [(math.inf, 1e300, 1e305), (0.0, 0.0, 1e-300)])
+def test_what_is_beyond_the_norms_of_floats_is_a_jump_and_no_level(norm, least, most):
+    """One bit makes 6e35 of a weight: it is finite, its square is not. Back from there, the layer is as it was."""
+    jumps = grown(*GROWING, norm)
+    assert jumps.last.layer == "wte"
+    assert least <= jumps.last.ratio <= most
+    told = jumps.last
+    jumps.update(500, {"wte": reading(GROWING[-1])}, learn=True)
+    assert jumps.last is told
+
+
+def test_a_layer_of_which_other_weights_are_read_begins_anew():
+    """Some were set free or frozen, or a rank could not read its part: another norm, and no weight has moved."""
+    jumps = grown(*GROWING)
+    jumps.update(450, {"wte": reading(3.0 * GROWING[-1], elements=2000)}, learn=True)
+    jumps.update(500, {"wte": reading(GROWING[-1])}, learn=True)
+    assert jumps.last is None
+
+
+def test_a_gate_of_a_few_numbers_may_go_through_zero():
+    """Its norm says nothing of damage."""
+    jumps = WeightJumps()
+    for number, norm in enumerate([*GROWING, 0.01, 3.0]):
+        jumps.update(50 * number, {"gate": reading(norm, elements=16)}, learn=True)
+    assert jumps.last is None
+
+
+def test_a_layer_read_in_every_step_is_held_against_fifty_steps_ago():
+    """Ten steps of five per cent each are a jump, seen as soon as they are enough."""
+    jumps, norm = WeightJumps(), 10.0
+    for step in range(1, 311):
+        norm *= 1.05 if step > 300 else 1.0001
+        jumps.update(step, {"wte": reading(norm)}, learn=True)
+    assert jumps.last.last_step in range(302, 311)
+    assert jumps.last.ratio > 1.1
 
 
 def test_a_jump_is_told_once_and_is_nothing_to_get_used_to():
@@ -65,10 +103,10 @@ def test_a_jump_is_told_once_and_is_nothing_to_get_used_to():
 def test_an_incident_teaches_nothing():
     """What is only judged moves the norm to compare with, and not what is usual."""
     jumps = grown(*GROWING)
-    usual = jumps.state_dict()["wte"][2]
+    usual = jumps.state_dict()["wte"][3]
     jumps.update(450, {"wte": reading(1.09 * GROWING[-1])}, learn=False)
     assert jumps.last is None
-    assert jumps.state_dict()["wte"][2] == usual
+    assert jumps.state_dict()["wte"][3] == usual
 
 
 def test_it_goes_back_with_the_weights():

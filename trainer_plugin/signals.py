@@ -15,8 +15,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class LayerReading:
     """One layer after one optimizer step; None where there is no such thing.
 
-    The update is what the step added to the weights. Both moments are in the unit of the gradient: the norm of the
-    first, and the root of the sum of the second.
+    The update is what the step added to the weights, which are so many `elements`. Both moments are in the unit of the
+    gradient: the norm of the first, and the root of the sum of the second.
     """
 
     weight_norm: float
@@ -24,6 +24,7 @@ class LayerReading:
     first_moment_norm: float | None
     second_moment_norm: float | None
     activation_max: float | None
+    elements: int | None = None
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True, gc=False):

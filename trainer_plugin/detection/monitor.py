@@ -84,8 +84,7 @@ class Monitor:
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
         self._knows_hard_batches = False
-        self._judged = self._loss_ratio = self._grad_norm_ratio = math.nan
-        self._loss_score = self._grad_norm_score = math.nan
+        self._judged = self._loss_ratio = self._grad_norm_ratio = self._loss_score = self._grad_norm_score = math.nan
 
     @property
     def warm(self) -> bool:
@@ -183,6 +182,7 @@ class Monitor:
             loss_high_steps=self._loss_high_steps.counts.copy(),
             grad_norm_high_steps=self._grad_norm_high_steps.counts.copy(),
             loss_unrecovered_steps=self._recovery.unrecovered_steps,
+            loss_back_in_steps=self._recovery.back_in_steps,
             withheld_steps=self._nonfinite.withheld_steps,
             amp_scale_collapsed=self._loss_scale.collapsed,
             hard_batches=self._knows_hard_batches,
@@ -247,14 +247,14 @@ class Monitor:
         """Count how long each signal has been out of its band, from its verdict (if any) and its score."""
         back_below, level = self._config.robust_score * self._BACK_RATIO, self._loss_robust.reference
         # What another mix of data makes is no reason to go back.
-        above = self._judged - level > (self._config.drift_least_ratio - 1.0) * abs(level)
+        high = self._judged - level > (self._config.drift_least_ratio - 1.0) * abs(level)
         for recovery, verdict, score, far in (
-            (self._recovery, loss, self._loss_score, above), (self._norm_recovery, norm, self._grad_norm_score, False)
+            (self._recovery, loss, self._loss_score, high), (self._norm_recovery, norm, self._grad_norm_score, False)
         ):  # fmt: skip
             if verdict is not None or recovery.unrecovered_steps:
                 # What began long ago but is found only now has had no remedy: half of its time is left.
                 left_at = None if verdict is None else max(verdict.first_step, step - self._config.sustained_steps // 2)
-                recovery.update(step, left_at=left_at, inside=score < back_below, above=score if far else 0.0)
+                recovery.update(step, left_at=left_at, inside=score < back_below, distance=score, far=far)
 
     def _accept_what_lasts(self) -> None:
         """R7: a level is believed after its limit; a norm over a calm loss is no fault, and is believed sooner."""

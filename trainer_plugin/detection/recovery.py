@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 
@@ -14,11 +15,17 @@ class Recovery:
     by less than `NEAR_SCORE` deviations in the mean: what is noise in one step is a fault that stays in eight (damaged
     weights that train on, in a run whose band is wide). `values` counts the values since then, which are fewer than the
     steps in a log of every nth step.
+
+    `back_in_steps` is how much longer it will take, if what is above the level goes on falling by the same share: read
+    off the medians of the older and the newer half of the last `TREND_VALUES` distances. 0 if the loss is not away or
+    is there already; infinite if it does not fall, or nothing can be said yet.
     """
 
     BACK_STEPS = 8
     OF_STEPS = 10
     NEAR_SCORE = 1.0  # As the drift detector allows.
+    TREND_VALUES = 40
+    _LEAST_HALF = 10
 
     def __init__(self) -> None:
         self.unrecovered_steps = 0
@@ -26,15 +33,30 @@ class Recovery:
         self._left_at = 0
         self._inside: deque[bool] = deque(maxlen=self.OF_STEPS)
         self._above: deque[float] = deque(maxlen=self.OF_STEPS)
+        self._distances: deque[float] = deque(maxlen=self.TREND_VALUES)
 
-    def update(self, step: int, *, left_at: int | None, inside: bool, above: float = 0.0) -> int:
+    @property
+    def back_in_steps(self) -> float:
+        """As above, in values of the signal."""
+        half = len(self._distances) // 2
+        if not self.unrecovered_steps or half < self._LEAST_HALF:
+            return math.inf if self.unrecovered_steps else 0.0
+        distances = list(self._distances)
+        older, newer = median(distances[:half]), median(distances[-half:])
+        if newer <= self.NEAR_SCORE:
+            return 0.0
+        return half * math.log(newer / self.NEAR_SCORE) / math.log(older / newer) if newer < older else math.inf
+
+    def update(
+        self, step: int, *, left_at: int | None, inside: bool, distance: float = math.nan, far: bool = False
+    ) -> int:
         """Count one step: `left_at` is the first step of a deviation found now; `inside`, whether the loss is back.
 
-        `above` is its distance from the level in deviations, 0 where that is not worth a word.
+        `distance` is how many deviations it is above the level; `far`, whether that is worth a word.
         """
         if self.unrecovered_steps:
             self._inside.append(inside)
-            self._above.append(above if inside else 0.0)
+            self._above.append(distance if inside and far else 0.0)
             count = sum(self._inside)
             if count >= self.BACK_STEPS and sum(self._above) < self.NEAR_SCORE * count:
                 self.clear()
@@ -45,6 +67,8 @@ class Recovery:
             self._left_at = left_at
             self._forget()
         self.values += 1
+        if math.isfinite(distance):
+            self._distances.append(distance)
         steps = max(step - self._left_at + 1, 1)
         # A log of every 200th step has no 200 bad steps to show in one line: first it must have had the time to return.
         self.unrecovered_steps = steps if self.values >= self.OF_STEPS else min(steps, self.OF_STEPS)
@@ -58,6 +82,7 @@ class Recovery:
     def _forget(self) -> None:
         self._inside.clear()
         self._above.clear()
+        self._distances.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The count and the last steps."""
@@ -67,6 +92,7 @@ class Recovery:
             "left_at": self._left_at,
             "inside": list(self._inside),
             "above": list(self._above),
+            "distances": list(self._distances),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,7 +101,9 @@ class Recovery:
         self._left_at = state["left_at"]
         self._forget()
         self._inside.extend(state["inside"])
-        self._above.extend(state.get("above", ()))  # A checkpoint of before these were kept.
+        # A checkpoint of before these were kept has none.
+        self._above.extend(state.get("above", ()))
+        self._distances.extend(state.get("distances", ()))
 
 
 class HighSteps:

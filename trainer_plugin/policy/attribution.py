@@ -133,7 +133,10 @@ class RateRises(msgspec.Struct, kw_only=True):
     borne: list[Rise] = msgspec.field(default_factory=list)
 
     def judge(self, signals: Signals, readings: Readings, *, quiet: bool) -> Readings:
-        """Take in a step, `quiet` without an incident; its readings, without a rise that was borne before."""
+        """Take in a step, `quiet` without an incident; its readings, without a rise that was borne before.
+
+        Nor with the weights that may have jumped at it.
+        """
         told, newest = readings.rate_rise, self.newest
         if newest is not None and signals.step < newest.step:  # The run has gone back.
             self.newest, self.known = None, False
@@ -150,7 +153,11 @@ class RateRises(msgspec.Struct, kw_only=True):
             self.known = finite and any(newest.is_like(one) for one in self.borne)
             # In warm-up nobody would see whether it harms.
             self.harmless = quiet and not math.isnan(readings.loss_robust_score)
-        return msgspec.structs.replace(readings, rate_rise=None) if self.known else readings
+        if not self.known or self.newest is None:
+            return readings
+        jump, rise = readings.weight_jump, self.newest.step
+        borne = jump is not None and rise <= jump.last_step and jump.after_step < rise + RISE_STEPS
+        return msgspec.structs.replace(readings, rate_rise=None, weight_jump=None if borne else jump)
 
 
 class StepTimes:

@@ -69,17 +69,36 @@ def withheld_too_long(withheld_steps: int, sustained_steps: int, *, step: int, t
     )
 
 
+def damage_stays(incident: Incident, readings: Readings, sustained_steps: int, *, step: int, target_step: int) -> bool:
+    """Whether weights were seen to jump, the loss will not be back in its time as it falls now, and going back pays."""
+    lost = readings.loss_unrecovered_steps
+    return (
+        incident.weights_jumped
+        and lost + readings.loss_back_in_steps >= sustained_steps
+        and going_back_pays(lost, sustained_steps, least_steps=LASTING_STEPS, step=step, target_step=target_step)
+    )
+
+
 def slow_remedy(
-    incident: Incident, readings: Readings, actions: ActionsConfig, moment: Moment, sustained_steps: int
+    incident: Incident,
+    readings: Readings,
+    actions: ActionsConfig,
+    moment: Moment,
+    sustained_steps: int,
+    *,
+    may_go_back: bool,
 ) -> tuple[str, str] | None:
-    """What to do and why, where the alert comes first. A lower rate mends no machine."""
+    """What to do and why, where the alert comes first. A lower rate mends no machine.
+
+    `may_go_back` says that a rollback would be refused for no budget. One that would be is not asked for early: the
+    answer is for the whole incident.
+    """
     may_lower = not incident.tried("lower_lr") and incident.class_ != "hardware"
     withheld, lost = readings.withheld_steps, readings.loss_unrecovered_steps
     if lost >= sustained_steps:
         return rollback_kind(incident, readings, actions), f"loss unrecovered for {lost} steps"
     place = {"step": moment.step, "target_step": moment.target_step}
-    if incident.weights_jumped and going_back_pays(lost, sustained_steps, least_steps=LASTING_STEPS, **place):
-        # No data explain both, so there is nothing to wait for but what waiting costs.
+    if may_go_back and moment.target_step >= 0 and damage_stays(incident, readings, sustained_steps, **place):
         return rollback_kind(incident, readings, actions), f"weights jumped, and loss unrecovered for {lost} steps"
     if withheld_too_long(withheld, sustained_steps, **place):
         return "rollback", f"{withheld} updates withheld in a row"

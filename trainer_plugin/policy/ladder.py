@@ -145,7 +145,7 @@ class Policy:
                     nearest_step=moment.target_step, incident=decision.incident.id,
                 )
             )  # fmt: skip
-            decision.incident.good_steps = 0
+            decision.incident.good_steps, decision.incident.weights_jumped = 0, False
             self.state.budget_spent_step = None
             # What was read of the steps now undone must not ask for a second rollback before new values arrive.
             self._slow_since, self._readings = None, None
@@ -216,7 +216,9 @@ class Policy:
 
     def _slow(self, incident: Incident, readings: Readings, moment: Moment) -> tuple[str, str] | None:
         """What to do and why, where the alert comes first and has had its time."""
-        remedy = slow_remedy(incident, readings, self._actions, moment, self._sustained_steps)
+        refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
+        known = (incident, readings, self._actions, moment, self._sustained_steps)
+        remedy = slow_remedy(*known, may_go_back=not refused)
         if remedy is None:
             self._slow_since = None
             return None
@@ -240,11 +242,10 @@ class Policy:
         return self._local("stop", f"{reason}; going back: {refused.outcome}, {refused.detail}", incident, moment)
 
     def _cooling(self, action: str, moment: Moment, alert: str | None = None) -> bool:
-        if action == "rollback":
-            if not self._weights_finite:  # Nothing is being trained that a remedy could be given time for.
-                return False
-            if settling(self.open_incident, moment.steps_total, self._sustained_steps):
-                return True
+        if action == "rollback" and not self._weights_finite:  # Nothing is trained that could be given time.
+            return False
+        if "rollback" in action and settling(self.open_incident, moment.steps_total, self._sustained_steps):
+            return True
         return self.state.cooling(action, moment.steps_total, self._budget.cooldown_steps, alert=alert)
 
     def _local(self, action: str, reason: str, incident: Incident, moment: Moment) -> Decision | Refusal | None:

@@ -68,6 +68,7 @@ class PolicyState(msgspec.Struct, kw_only=True):
         if (incident := self.open_incident) is not None:
             # What another mode only told of, or had no target for, is no remedy that has had its time.
             incident.remedies = [one for one in incident.remedies if one.outcome not in ("observed", "no_target")]
+            incident.weights_jumped = False  # It goes on from before them.
 
     def answer(self, waiting: Sequence[Command]) -> None:
         """The rollback just done is the one that these commands ask for, whichever of them was obeyed."""

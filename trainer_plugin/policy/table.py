@@ -51,8 +51,8 @@ TABLE = (
         _ALERT,
     ),
     Row(
-        "a layer's weights jumped, and loss not back for as many steps as going back would undo: 20 at least, 200 at "
-        "most, and 50 since the rate was lowered",
+        "a layer's weights jumped, loss not back for as many steps as going back would undo (20 at least), nor falling "
+        "so that it would be back within its 200; and 50 since the rate was lowered",
         "the same",
         "the job, after 30 s, or at once when the outer loop is silent",
     ),

@@ -26,7 +26,7 @@ class LayerSignals:
     `layers` maps a layer to its parameters, `modules` to the module whose largest absolute output is wanted too.
     """
 
-    _COLUMNS = 5
+    _COLUMNS = 6
 
     def __init__(
         self,
@@ -98,9 +98,11 @@ class LayerSignals:
         """The vector of `after_optimizer`, once it has arrived on the host."""
         readings = {}
         for number, layer in enumerate(layers):
-            weight, update, *rest = values[number * cls._COLUMNS : (number + 1) * cls._COLUMNS]
+            weight, update, elements, *rest = values[number * cls._COLUMNS : (number + 1) * cls._COLUMNS]
             first, second, activation = (None if value == -1.0 else value for value in rest)
-            readings[layer] = reading_of(weight, update, first, second, activation)
+            readings[layer] = reading_of(
+                weight=weight, update=update, elements=elements, first=first, second=second, activation=activation
+            )
         return readings
 
     def forget(self) -> None:
@@ -124,6 +126,7 @@ class LayerSignals:
         return [
             _norm(weights),
             _norm(updates),
+            torch.full((), float(sum(weight.numel() for weight in weights)), device=missing.device),
             _norm(firsts) if firsts else missing,
             torch.stack(sums).sum().sqrt() if sums else missing,
             self._largest.pop(layer, missing),
@@ -147,7 +150,13 @@ class LayerSignals:
 
 
 def reading_of(
-    weight: float, update: float, first: float | None, second: float | None, activation: float | None
+    *,
+    weight: float,
+    update: float,
+    elements: float | None,
+    first: float | None,
+    second: float | None,
+    activation: float | None,
 ) -> LayerReading:
     """What the norms of a layer's weights and of their last update, and what else is known of it, come to."""
     return LayerReading(
@@ -156,6 +165,7 @@ def reading_of(
         first_moment_norm=first,
         second_moment_norm=second,
         activation_max=activation,
+        elements=None if elements is None else round(elements),
     )
 
 

@@ -15,8 +15,8 @@ from trainer_plugin.step.norms import tensor_norms
 class SharedLayerSignals(LayerSignals):
     """As of one process. `layers` are those of all ranks, `shares` what a parameter's parts count for on this one.
 
-    A vector has, for each layer that is due, five sums of squares and for each of these how many parts it is of: it is
-    as long on every rank in every step. The largest activation is that of the first rank's data.
+    A vector has, for each layer that is due, six sums, all but the elements of squares, and for each of these how many
+    parts it is of: it is as long on every rank in every step. The largest activation is that of the first rank's data.
     """
 
     def __init__(
@@ -65,10 +65,14 @@ class SharedLayerSignals(LayerSignals):
         for number, layer in enumerate(layers):
             own = values[2 * number * cls._COLUMNS : 2 * (number + 1) * cls._COLUMNS]
             there = zip(own[: cls._COLUMNS], own[cls._COLUMNS :], strict=True)
-            weight, update, first, second, activation = (value if count else None for value, count in there)
+            weight, update, elements, first, second, activation = (value if count else None for value, count in there)
             if weight is None or update is None:
                 continue
-            readings[layer] = reading_of(weight, update, first, second, activation)
+            # Of every value comes the root, of this one too.
+            elements = None if elements is None else elements * elements
+            readings[layer] = reading_of(
+                weight=weight, update=update, elements=elements, first=first, second=second, activation=activation
+            )
         return readings
 
     def _part(self, layer: str, pairs: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
@@ -78,18 +82,19 @@ class SharedLayerSignals(LayerSignals):
             squares = [_square(now), _square(wide(copy).sub_(wide(now)))]
             for place, square in enumerate(squares):
                 sums[0, place] += square.to(self._device) * share
-                sums[1, place] += 1.0
+            sums[0, 2] += now.numel() * share
+            sums[1, :3] += 1.0
             for key, moment in ((key, local(state[key])) for key in state if isinstance(state[key], Tensor)):
                 if key in FIRST_MOMENTS:
-                    sums[0, 2] += _square(moment).to(self._device) * share
-                    sums[1, 2] += 1.0
-                elif key in SECOND_MOMENTS:
-                    sums[0, 3] += moment.sum(dtype=torch.float64).to(self._device) * share
+                    sums[0, 3] += _square(moment).to(self._device) * share
                     sums[1, 3] += 1.0
+                elif key in SECOND_MOMENTS:
+                    sums[0, 4] += moment.sum(dtype=torch.float64).to(self._device) * share
+                    sums[1, 4] += 1.0
         largest = self._largest.pop(layer, None)
         if largest is not None and self._counts_activations:
-            sums[0, 4] = largest.to(self._device).double().square()
-            sums[1, 4] = 1.0
+            sums[0, 5] = largest.to(self._device).double().square()
+            sums[1, 5] = 1.0
         return sums.flatten()
 
 
