@@ -5,6 +5,7 @@ Each is a training loop's other half: `next_batch`, `before_optimizer(loss)` (wh
 the weights; both go back with the weights. `actions` tells what was done that the recipe does not do anyway.
 """
 
+import copy
 import math
 import random
 import shutil
@@ -68,7 +69,8 @@ class Plain:
         return nn.utils.clip_grad_norm_(self._bench.model.parameters(), max_norm).item()
 
     def _load(self, fork, *, data=True):
-        for name, state in fork.state.items():
+        # A copy: an optimizer takes the tensors themselves for its own, and goes on to change them.
+        for name, state in copy.deepcopy(fork.state).items():
             if name != "data" or data:
                 getattr(self._bench, name).load_state_dict(state)
 
