@@ -307,8 +307,9 @@ def test_spam_clips_elements_and_resets_moments(bench, tmp_path):
 
 
 def test_the_human_restarts_at_a_look_and_leaves_the_data_out(bench, tmp_path):
-    """Nothing happens between looks; a loss that is off at one takes the weights back, and the data go on forward."""
+    """Nothing happens between looks; a loss that is off takes weights and moments back, and the data go on forward."""
     fork = fork_of(bench, tmp_path)
+    moment = fork.state["optimizer"]["state"][0]["exp_avg"].clone()
     strategy = Human(bench, fork, seed="any")
     looked = 0
     for number in range(1, 3 * LOOK_STEPS + 1):
@@ -321,6 +322,7 @@ def test_the_human_restarts_at_a_look_and_leaves_the_data_out(bench, tmp_path):
     assert LOOK_STEPS < looked <= 2 * LOOK_STEPS
     assert (strategy.step, strategy.applied, strategy.actions) == (600, 600, ["restart"])
     assert torch.equal(bench.model.weight, fork.state["model"]["weight"])
+    assert torch.equal(bench.optimizer.state[bench.model.weight]["exp_avg"], moment)
     assert bench.data.position == looked
 
 
