@@ -36,7 +36,7 @@ class WeightJumps:
     """
 
     def __init__(self) -> None:
-        # Layer -> [step, log of the norm, elements, changes of it in the last stretches].
+        # Layer -> (step, log of the norm, elements, changes of it in the last stretches).
         self._past: dict[str, tuple[int, float, int, list[float]]] = {}
         self.last: WeightJump | None = None
 
@@ -64,8 +64,8 @@ class WeightJumps:
         # A norm of 0, or one whose square no float holds though every weight is finite, is as far as can be.
         log_now = log_norm if log_norm is not None else math.copysign(_MOST_LOG, norm - 1.0)
         change = log_now - log_before
-        jumped = abs(change) > max(_LEAST_CHANGE, _USUAL_RATIO * max(changes, default=math.inf))
-        if jumped and len(changes) >= _USUAL_STRETCHES:
+        known = len(changes) >= _USUAL_STRETCHES
+        if known and abs(change) > max(_LEAST_CHANGE, _USUAL_RATIO * max(changes)):
             self.last = WeightJump(before, step, layer, math.exp(min(change, _MOST_LOG)))
         elif step - before < _STRETCH_STEPS:
             return

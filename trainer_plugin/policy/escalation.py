@@ -86,19 +86,19 @@ def slow_remedy(
     moment: Moment,
     sustained_steps: int,
     *,
-    may_go_back: bool,
+    budget_left: bool,
 ) -> tuple[str, str] | None:
     """What to do and why, where the alert comes first. A lower rate mends no machine.
 
-    `may_go_back` says that a rollback would be refused for no budget. One that would be is not asked for early: the
-    answer is for the whole incident.
+    `budget_left` says whether a rollback would be allowed. One that would be refused is not asked for early: the answer
+    is for the whole incident.
     """
     may_lower = not incident.tried("lower_lr") and incident.class_ != "hardware"
     withheld, lost = readings.withheld_steps, readings.loss_unrecovered_steps
     if lost >= sustained_steps:
         return rollback_kind(incident, readings, actions), f"loss unrecovered for {lost} steps"
     place = {"step": moment.step, "target_step": moment.target_step}
-    if may_go_back and moment.target_step >= 0 and damage_stays(incident, readings, sustained_steps, **place):
+    if budget_left and moment.target_step >= 0 and damage_stays(incident, readings, sustained_steps, **place):
         return rollback_kind(incident, readings, actions), f"weights jumped, and loss unrecovered for {lost} steps"
     if withheld_too_long(withheld, sustained_steps, **place):
         return "rollback", f"{withheld} updates withheld in a row"

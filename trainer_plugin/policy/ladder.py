@@ -218,7 +218,7 @@ class Policy:
         """What to do and why, where the alert comes first and has had its time."""
         refused = overspent(self._budget, self.state.rollbacks, self._in_vain(incident, moment), moment.now)
         known = (incident, readings, self._actions, moment, self._sustained_steps)
-        remedy = slow_remedy(*known, may_go_back=not refused)
+        remedy = slow_remedy(*known, budget_left=not refused)
         if remedy is None:
             self._slow_since = None
             return None
