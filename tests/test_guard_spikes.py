@@ -66,8 +66,8 @@ class Spiky:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_toxic_batch_is_as_if_it_had_never_been(make_guard, kind, scaled):
     """Weights, moments, step counts and schedule are bit for bit those of the twin that left the batch out."""
-    guarded = Spiky(make_guard, kind=kind, scaled=scaled, actions={"withhold_spikes": True})
-    twin = Spiky(make_guard, kind=kind, scaled=scaled, folder="twin", actions={"withhold_spikes": True})
+    guarded = Spiky(make_guard, kind=kind, scaled=scaled, actions={"withhold_spikes": "all"})
+    twin = Spiky(make_guard, kind=kind, scaled=scaled, folder="twin", actions={"withhold_spikes": "all"})
     for number in range(120):
         guarded.step(number, toxic=number == TOXIC)
         if number != TOXIC:
@@ -103,10 +103,10 @@ def test_by_default_a_spike_is_clipped_and_applied(make_guard):
 
 def test_a_jump_of_the_loss_over_a_calm_gradient_is_applied(make_guard):
     """Both gates must be passed: a loss that jumps alone is no reason to lose a batch."""
-    job = Spiky(make_guard, actions={"withhold_spikes": True})
+    job = Spiky(make_guard, actions={"withhold_spikes": "all"})
     for number in range(TOXIC):
         job.step(number)
-    loss_limit, norm_limit = job.guard._parts.monitor.spike_limits
+    loss_limit, norm_limit = job.guard._parts.monitor.band_limits
     assert math.isfinite(loss_limit)
     assert math.isfinite(norm_limit)
     assert norm_limit >= 3.0 * job.page.value("train_grad_norm_robust_center")
@@ -119,7 +119,7 @@ def test_a_jump_of_the_loss_over_a_calm_gradient_is_applied(make_guard):
 
 def test_a_spike_that_goes_on_is_trained_on(make_guard):
     """After three in a row the data have changed, and not one batch: the fourth is applied, and so are all after it."""
-    job = Spiky(make_guard, actions={"withhold_spikes": True})
+    job = Spiky(make_guard, actions={"withhold_spikes": "all"})
     for number in range(TOXIC):
         job.step(number)
     for number in range(TOXIC, TOXIC + 8):
@@ -127,10 +127,45 @@ def test_a_spike_that_goes_on_is_trained_on(make_guard):
     assert [signals.withheld for signals in job.signals[TOXIC:]] == ["spike"] * 3 + [None] * 5
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+def test_by_default_of_toxic_batches_in_a_row_the_first_is_applied_and_three_are_withheld(make_guard, scaled):
+    """One is clipped; those behind it are as if they had never been, until three are gone; the next run goes on."""
+    job = Spiky(make_guard, scaled=scaled)
+    for number in range(TOXIC):
+        job.step(number)
+    for number in range(TOXIC, TOXIC + 6):
+        before = job.outcome()
+        job.step(number, toxic=True)
+        assert equal(before, job.outcome()) == (TOXIC < number <= TOXIC + 3)
+    assert [signals.withheld for signals in job.signals[TOXIC:]] == [None, "spike", "spike", "spike", None, None]
+    assert job.page.value("train_steps_skipped_total", "spike") == 3
+
+
+def test_behind_a_loss_out_of_its_band_the_gradient_may_be_calm(make_guard):
+    """A second loss out of its band is withheld though the norm is within its own."""
+    job = Spiky(make_guard)
+    for number in range(TOXIC):
+        job.step(number)
+    _, norm_limit = job.guard._parts.monitor.band_limits
+    job.model[3].bias.data.add_(2.0)
+    job.step(TOXIC)
+    job.step(TOXIC + 1)
+    assert [signals.withheld for signals in job.signals[TOXIC:]] == [None, "spike"]
+    assert job.signals[-1].grad_norm < norm_limit
+
+
+def test_never_withholds_no_finite_loss(make_guard):
+    """With `never` toxic batches in a row are clipped and applied."""
+    job = Spiky(make_guard, actions={"withhold_spikes": "never"})
+    for number in range(TOXIC + 3):
+        job.step(number, toxic=number >= TOXIC)
+    assert [signals.withheld for signals in job.signals[TOXIC:]] == [None] * 3
+
+
 @pytest.mark.parametrize("mode", ["observe", "assist"])
 def test_nothing_is_withheld_where_the_job_may_not_act(make_guard, mode):
     """In `observe` and `assist` the option changes nothing."""
-    job = Spiky(make_guard, mode=mode, actions={"withhold_spikes": True})
+    job = Spiky(make_guard, mode=mode, actions={"withhold_spikes": "all"})
     for number in range(TOXIC + 1):
         job.step(number, toxic=number == TOXIC)
     assert job.signals[-1].withheld is None
@@ -138,7 +173,7 @@ def test_nothing_is_withheld_where_the_job_may_not_act(make_guard, mode):
 
 def test_in_warm_up_no_finite_value_is_a_spike(make_guard):
     """R1: before the baselines are known nothing finite is withheld."""
-    job = Spiky(make_guard, actions={"withhold_spikes": True})
+    job = Spiky(make_guard, actions={"withhold_spikes": "all"})
     for number in range(10):
         job.step(number, toxic=number == 8)
     assert [signals.withheld for signals in job.signals] == [None] * 10

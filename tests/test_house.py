@@ -25,7 +25,7 @@ ORDER = (
     # Plain numbers: no torch.
     "signals", "sample_ids", "damage", "detection.detectors", "detection.ordered_window", "detection.tail",
     "detection.robust", "detection.drift", "detection.level", "detection.oscillation", "detection.loss_scale",
-    "detection.hard_batches", "detection.nonfinite", "detection.recovery",
+    "detection.hard_batches", "detection.spikes", "detection.nonfinite", "detection.recovery",
     "detection.weight_jumps", "detection.readings",
     "detection.continuity", "detection.layer_baselines", "detection.monitor", "policy.table", "policy.attribution",
     "policy.incidents", "policy.decisions", "policy.partial", "policy.escalation", "policy.budget", "policy.state",

@@ -14,6 +14,7 @@ from trainer_plugin.signals import LayerReading
 WARM = 200
 # The default settings, but for a warm-up that tests need not sit through.
 CONFIG = DetectionConfig(warmup_steps=WARM)
+NO_LIMIT = (math.inf, math.inf)
 PLAIN_SCORES = (
     "loss_ema_ratio", "grad_norm_ema_ratio", "loss_zscore", "loss_robust_score", "grad_norm_robust_score",
 )  # fmt: skip
@@ -151,26 +152,51 @@ def test_updates_withheld_in_a_row_are_counted(run):
     assert run.calm(2).readings.withheld_steps == 0
 
 
-def test_spikes_have_two_limits_and_an_end(run):
-    """Loss and norm have to pass the limits of their robust detectors; after three in a row there are none any more."""
-    loss_limit, norm_limit = run.monitor.spike_limits
-    run.show(loss_limit * 0.999)
+def test_spikes_have_the_limits_of_their_bands_and_an_end(run):
+    """The first has to be out of both bands, those behind it only of that of the loss; after three there is no limit.
+
+    Nor while the loss is not back for good.
+    """
+    run.show(run.monitor.band_limits[0] * 0.999)
     assert run.acting() == []
-    loss_limit, norm_limit = run.monitor.spike_limits
+    loss_limit, norm_limit = run.monitor.band_limits
     assert norm_limit >= 3.0 * 0.9
+    assert run.monitor.spike_limits(first=True) == (loss_limit, norm_limit)
     for number in range(3):
-        assert run.monitor.spike_limits == (loss_limit, norm_limit), number
         run.show(loss_limit + 1.0, grad_norm=norm_limit + 1.0, withheld="spike")
-    assert run.monitor.spike_limits == (math.inf, math.inf)
-    run.show(loss_limit + 1.0, grad_norm=norm_limit + 1.0)  # Applied, and still outside: not one bad batch.
-    assert run.monitor.spike_limits == (math.inf, math.inf)
+        assert run.monitor.spike_limits(first=True) == ((loss_limit, 0.0) if number < 2 else NO_LIMIT), number
+    run.show(loss_limit + 1.0)  # Applied, and still outside: not one bad batch.
+    assert run.monitor.spike_limits(first=True) == NO_LIMIT
     run.calm(1)
-    assert math.isfinite(run.monitor.spike_limits[0])
+    assert run.monitor.spike_limits(first=True) == NO_LIMIT
+    run.calm(20)
+    assert math.isfinite(run.monitor.spike_limits(first=True)[0])
+
+
+def test_of_spikes_in_a_row_the_first_is_let_through(run):
+    """By default a loss out of its band puts the limit on the step after it, and a good step takes it off again."""
+    loss_limit, _ = run.monitor.band_limits
+    assert run.monitor.spike_limits(first=False) == NO_LIMIT
+    run.show(loss_limit + 1.0)
+    assert run.monitor.spike_limits(first=False) == (loss_limit, 0.0)
+    run.show(math.nan, withheld="nonfinite")  # Says nothing of where the loss is.
+    assert run.monitor.spike_limits(first=False) == (loss_limit, 0.0)
+    run.calm(1)
+    assert run.monitor.spike_limits(first=False) == NO_LIMIT
+
+
+def test_hard_batches_in_a_row_are_learnt(run):
+    """Where every tenth batches are harder, in pairs, no more of them are withheld once that is known."""
+    open_limits = []
+    for _ in range(8):
+        run.calm(38).show(4.0, 4.0)
+        open_limits.append(run.monitor.spike_limits(first=False) == NO_LIMIT)
+    assert open_limits == [False] * 4 + [True] * 4
 
 
 def test_in_warm_up_there_is_no_spike_limit():
     """Nothing finite is withheld before the robust detectors are warm."""
-    assert Run().calm(WARM - 1).monitor.spike_limits == (math.inf, math.inf)
+    assert Run().calm(WARM - 1).monitor.spike_limits(first=True) == NO_LIMIT
 
 
 def test_a_loss_scale_out_of_its_range_acts(run):

@@ -227,7 +227,7 @@ class Guard:
         asked = parts.stop_signals.asked is not None and not self.stopping
         if not parts.ranks.first:
             return Told(stop_asked=asked)
-        loss, norm = parts.monitor.spike_limits
+        loss, norm = parts.monitor.band_limits
         return Told(
             talks=parts.policy.state.may_act or bool(parts.loop.commands()),
             stop_asked=asked,
@@ -242,9 +242,9 @@ class Guard:
         limit = math.inf if max_norm is None else max_norm
         # Where the job may not act by itself, a surge is told and clipped no further than the recipe does.
         surge_clip = min(limit, parts.monitor.grad_norm_baseline) if self.config.mode == "auto" else limit
-        spike_loss, spike_norm = math.inf, math.inf
-        if self.config.actions.withhold_spikes and self.config.mode == "auto":
-            spike_loss, spike_norm = parts.monitor.spike_limits
+        spike_loss, spike_norm, withheld = math.inf, math.inf, self.config.actions.withhold_spikes
+        if withheld != "never" and self.config.mode == "auto":
+            spike_loss, spike_norm = parts.monitor.spike_limits(first=withheld == "all")
         return Limits(
             max_norm=limit,
             surge_above=parts.monitor.surge_above,

@@ -16,6 +16,7 @@ from trainer_plugin.detection.oscillation import Oscillation
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.detection.recovery import HighSteps, Recovery
 from trainer_plugin.detection.robust import Robust
+from trainer_plugin.detection.spikes import Spikes
 from trainer_plugin.detection.weight_jumps import WeightJumps
 from trainer_plugin.signals import Signals
 
@@ -23,8 +24,6 @@ from trainer_plugin.signals import Signals
 _LEAST_LEVEL_VALUES = 50
 # A level is a median of 32 values: it wanders by a fifth of their deviation, or more where they hang together.
 _LEVEL_SCORE = 4.0
-# A spike that goes on is not one bad batch: to withhold it for ever would be no training at all.
-_MOST_SPIKES_IN_A_ROW = 3
 _NOTHING_SAID = (None,) * 8
 
 
@@ -67,7 +66,7 @@ class Monitor:
         self._nonfinite = NonFinite()
         self._layers = LayerBaselines(alpha=config.ema_alpha)
         self._weight_jumps = WeightJumps()
-        self._spikes_in_a_row = 0
+        self._spikes = Spikes()
         self._continuity = Continuity(
             gap_steps=config.relearn_steps, window=config.robust_window, planned=config.planned_change_steps
         )
@@ -80,7 +79,7 @@ class Monitor:
             "oscillation": self._oscillation, "continuity": self._continuity, "hard_batches": self._hard_batches,
             "recovery": self._recovery, "norm_recovery": self._norm_recovery, "loss_scale": self._loss_scale,
             "loss_high_steps": self._loss_high_steps, "grad_norm_high_steps": self._grad_norm_high_steps,
-            "nonfinite": self._nonfinite, "weight_jumps": self._weight_jumps,
+            "nonfinite": self._nonfinite, "weight_jumps": self._weight_jumps, "spikes": self._spikes,
         }  # fmt: skip
         # Of the step judged last; NaN for what is not known.
         self._knows_hard_batches = False
@@ -105,11 +104,13 @@ class Monitor:
         return math.inf if self._grad_norm_ema.ema is None else self._grad_norm_ema.ema
 
     @property
-    def spike_limits(self) -> tuple[float, float]:
-        """Loss and gradient norm above both of which the next step is a spike to withhold, if that is asked for."""
-        if self._spikes_in_a_row >= _MOST_SPIKES_IN_A_ROW:
-            return math.inf, math.inf
+    def band_limits(self) -> tuple[float, float]:
+        """Loss and gradient norm above which the next one is out of its band; infinite during warm-up."""
         return self._loss_robust.limit, self._grad_norm_robust.limit
+
+    def spike_limits(self, *, first: bool) -> tuple[float, float]:
+        """Loss and norm above both of which the next step is a spike to withhold: with `first` also one that is new."""
+        return self._spikes.limits(*self.band_limits, first=first)
 
     def update(self, signals: Signals) -> tuple[Readings, list[Verdict]]:
         """Take in one step; return what to export and what the detectors say."""
@@ -154,10 +155,11 @@ class Monitor:
         self._weight_jumps.update(step - 1, signals.layers, learn=learn)  # What the step before has made of them.
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
-        if signals.withheld == "spike":
-            self._spikes_in_a_row += 1
-        elif loss_verdict is None and math.isfinite(loss):
-            self._spikes_in_a_row = 0
+        # Batches known to be hard come two or three in a row, too, and are to be learnt.
+        self._spikes.update(
+            loss, out=loss_verdict is not None and not self._knows_hard_batches,
+            withheld=signals.withheld == "spike", recovered=self._recovery.unrecovered_steps == 0,
+        )  # fmt: skip
         said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
         if said != _NOTHING_SAID:
             verdicts.extend([verdict for verdict in said if verdict is not None])
@@ -290,11 +292,9 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that rewinds with the weights, as plain numbers."""
-        states = {name: part.state_dict() for name, part in self._rewound.items()}
-        return {**states, "spikes_in_a_row": self._spikes_in_a_row}
+        return {name: part.state_dict() for name, part in self._rewound.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
         for name, part in self._rewound.items():
             part.load_state_dict(state.get(name, {}))  # The youngest parts have a checkpoint of before there were any.
-        self._spikes_in_a_row = state["spikes_in_a_row"]

@@ -15,14 +15,15 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`actions:` of guard.yaml.
 
     With `partial_rollback` the layers that surged go back before the whole run does, where they are `partial_layers`
-    at most; a person's command may ask for it in any case. `last_resort` is what is done when it was refused to go back
-    and the run is no better: stop it, or let people decide.
+    at most; a person's command may ask for it in any case. `withhold_spikes`: of spikes in a row all are withheld, all
+    but the first (`repeated`), or none. `last_resort` is what is done when it was refused to go back and the run is no
+    better: stop it, or let people decide.
     """
 
     clip_max_norm: float | None = 1.0
     clip_factor: float = 0.5
     clip_steps: int = 200
-    withhold_spikes: bool = False
+    withhold_spikes: Literal["all", "repeated", "never"] = "repeated"
     lr_factor: float = 0.5
     lr_hold_steps: int = 200
     lr_return_steps: int = 200

@@ -36,8 +36,13 @@ TABLE = (
         _JOB,
     ),
     Row(
-        "loss and gradient norm both out of their bands",
-        "the step is withheld, if `withhold_spikes: true`",
+        "loss out of its band, and so was the one before it",
+        "the step is withheld, three of them at most before the loss is back for good",
+        _JOB,
+    ),
+    Row(
+        "loss and gradient norm both out of their bands, and the loss before was not",
+        "the step is withheld too, if `withhold_spikes: all`",
         _JOB,
     ),
     Row(
