@@ -239,6 +239,14 @@ def test_a_bad_sample_costs_its_own_batch_only(rig):
     assert result.quarantine.reason == "bad_sample at step 36"
 
 
+def test_batches_that_were_withheld_are_left_out_with_the_first(rig):
+    """Of a row of bad batches all that were seen to be bad do not come again."""
+    row = incident(36, "bad_sample")
+    row.withheld_step = 39
+    result = rig.apply("skip_batch", incident=row)
+    assert (result.quarantine.first, result.quarantine.last) == (35, 38)
+
+
 def test_a_wider_window_is_twice_as_wide(rig):
     """A second rollback to the same place doubles the window."""
     result = rig.apply("rollback", widen=2)

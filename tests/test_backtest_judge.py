@@ -1,6 +1,7 @@
 """The judge: the job's own detectors and policy over old logs, and nothing that the log could not tell."""
 
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -84,6 +85,17 @@ def test_a_loss_that_stays_up_is_one_incident_and_one_rollback(tmp_path):
     assert [deed.step for deed in rollbacks] == [850]
     assert rollbacks[0].reason.endswith("to step 600")
     assert found.would_do[-1] is rollbacks[0]
+
+
+@pytest.mark.parametrize(("wanted", "withheld"), [("repeated", [652]), ("all", [652]), ("never", [])])
+def test_a_spike_behind_a_spike_would_be_withheld(tmp_path, wanted, withheld):
+    """Unless it was asked to withhold none; the first is clipped."""
+    losses = calm(1000)
+    losses[650:653] *= 4.0
+    actions = ActionsConfig(withhold_spikes=wanted)
+    found = judge(read_log(write(tmp_path / "log.csv", losses)), replace(options(), actions=actions))
+    deeds = [(deed.step, deed.action) for deed in found.would_do if "withheld" in deed.reason]
+    assert deeds == [(step, "skip_batch") for step in withheld]
 
 
 def test_without_a_checkpoint_before_it_there_is_no_rollback(tmp_path):

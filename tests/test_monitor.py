@@ -14,7 +14,6 @@ from trainer_plugin.signals import LayerReading
 WARM = 200
 # The default settings, but for a warm-up that tests need not sit through.
 CONFIG = DetectionConfig(warmup_steps=WARM)
-NO_LIMIT = (math.inf, math.inf)
 PLAIN_SCORES = (
     "loss_ema_ratio", "grad_norm_ema_ratio", "loss_zscore", "loss_robust_score", "grad_norm_robust_score",
 )  # fmt: skip
@@ -152,51 +151,77 @@ def test_updates_withheld_in_a_row_are_counted(run):
     assert run.calm(2).readings.withheld_steps == 0
 
 
-def test_spikes_have_the_limits_of_their_bands_and_an_end(run):
-    """The first has to be out of both bands, those behind it only of that of the loss; after three there is no limit.
-
-    Nor while the loss is not back for good.
-    """
-    run.show(run.monitor.band_limits[0] * 0.999)
-    assert run.acting() == []
+def test_a_spike_is_beyond_its_band_and_three_times_its_average(run):
+    """The limit is R1's, or that of the band where it is the wider one; there is none for a loss below zero."""
     loss_limit, norm_limit = run.monitor.band_limits
+    run.show(loss_limit * 0.999)
+    assert run.acting() == []
     assert norm_limit >= 3.0 * 0.9
-    assert run.monitor.spike_limits(first=True) == (loss_limit, norm_limit)
-    for number in range(3):
-        run.show(loss_limit + 1.0, grad_norm=norm_limit + 1.0, withheld="spike")
-        assert run.monitor.spike_limits(first=True) == ((loss_limit, 0.0) if number < 2 else NO_LIMIT), number
-    run.show(loss_limit + 1.0)  # Applied, and still outside: not one bad batch.
-    assert run.monitor.spike_limits(first=True) == NO_LIMIT
-    run.calm(1)
-    assert run.monitor.spike_limits(first=True) == NO_LIMIT
+    assert run.monitor.spike_limit(run.step + 1) == pytest.approx(3.0 * 2.0, rel=0.02)
+    wild = Run()
+    wild.show(*(2.0 * math.exp(wild.noise.normal(0.0, 0.5)) for _ in range(WARM)))
+    assert wild.monitor.spike_limit(WARM + 1) == wild.monitor.band_limits[0] > 3.0 * wild.readings.loss_ema
+    negative = Run().calm(WARM, level=-2.0)
+    assert math.isfinite(negative.monitor.band_limits[0])
+    assert negative.monitor.spike_limit(WARM + 1) == math.inf
+
+
+def test_of_spikes_in_a_row_the_second_to_the_fourth_are_repeated(run):
+    """The first, what comes behind the fourth, and what is out of its band without being a spike are not."""
+    told = [run.show(loss).readings.repeated_spike for loss in (9.0, 9.0, 9.0, 9.0, 9.0, 2.0, 9.0, 4.0, 9.0, 2.0)]
+    assert told == [False, True, True, True, False, False, False, False, False, False]
     run.calm(20)
-    assert math.isfinite(run.monitor.spike_limits(first=True)[0])
+    assert not run.readings.repeated_spike
 
 
-def test_of_spikes_in_a_row_the_first_is_let_through(run):
-    """By default a loss out of its band puts the limit on the step after it, and a good step takes it off again."""
-    loss_limit, _ = run.monitor.band_limits
-    assert run.monitor.spike_limits(first=False) == NO_LIMIT
-    run.show(loss_limit + 1.0)
-    assert run.monitor.spike_limits(first=False) == (loss_limit, 0.0)
-    run.show(math.nan, withheld="nonfinite")  # Says nothing of where the loss is.
-    assert run.monitor.spike_limits(first=False) == (loss_limit, 0.0)
+def test_a_row_of_spikes_soon_after_another_is_trained_on(run):
+    """Within 5,000 steps of a row there is no limit and nothing repeated; single ones in between count for nothing."""
+    run.show(9.0, 9.0)
+    assert math.isfinite(run.monitor.spike_limit(run.step + 1))
     run.calm(1)
-    assert run.monitor.spike_limits(first=False) == NO_LIMIT
+    ended = run.step
+    assert run.monitor.spike_limit(ended + 5000) == math.inf
+    assert math.isfinite(run.monitor.spike_limit(ended + 5001))
+    run.calm(40).show(9.0).calm(40).show(9.0, 9.0)
+    assert not run.readings.repeated_spike
+    run.calm(1)
+    assert run.monitor.spike_limit(ended + 5001) == math.inf
 
 
-def test_hard_batches_in_a_row_are_learnt(run):
-    """Where every tenth batches are harder, in pairs, no more of them are withheld once that is known."""
-    open_limits = []
-    for _ in range(8):
-        run.calm(38).show(4.0, 4.0)
-        open_limits.append(run.monitor.spike_limits(first=False) == NO_LIMIT)
-    assert open_limits == [False] * 4 + [True] * 4
+@pytest.mark.parametrize("block", [2, 3, 4, 5, 8])
+def test_harder_data_in_blocks_are_learnt(run, block):
+    """Of a healthy run whose batches come from a harder source now and then, nothing is left out."""
+    for _ in range(20):
+        run.calm(60).show(*[3.0] * block)
+        assert not run.readings.repeated_spike
+
+
+def test_not_finite_losses_leave_a_row_as_it_is(run):
+    """A NaN says nothing of whether the spike is over."""
+    run.show(9.0).show(math.nan, withheld="nonfinite").show(9.0)
+    assert run.readings.repeated_spike
 
 
 def test_in_warm_up_there_is_no_spike_limit():
     """Nothing finite is withheld before the robust detectors are warm."""
-    assert Run().calm(WARM - 1).monitor.spike_limits(first=True) == NO_LIMIT
+    run = Run().calm(WARM - 1)
+    assert run.monitor.band_limits == (math.inf, math.inf)
+    assert run.monitor.spike_limit(WARM) == math.inf
+
+
+def test_the_rows_rewind_with_the_weights(run):
+    """What is known of rows of spikes is in the state; an older state has none."""
+    before = run.monitor.state_dict()
+    run.show(9.0, 9.0).calm(1)
+    assert run.monitor.spike_limit(run.step + 1) == math.inf
+    after = json.loads(json.dumps(run.monitor.state_dict()))
+    run.monitor.load_state_dict(before)
+    assert math.isfinite(run.monitor.spike_limit(run.step + 1))
+    run.monitor.load_state_dict(after)
+    assert run.monitor.spike_limit(run.step + 1) == math.inf
+    del after["spikes"]
+    run.monitor.load_state_dict(after)
+    assert math.isfinite(run.monitor.spike_limit(run.step + 1))
 
 
 def test_a_loss_scale_out_of_its_range_acts(run):

@@ -28,7 +28,7 @@ QUIET = Readings(
     loss_zscore=0.0, loss_robust_center=2.0, loss_robust_scale=0.05, loss_robust_score=0.0, grad_norm_robust_center=1.0,
     grad_norm_robust_scale=0.1, grad_norm_robust_score=0.0, loss_high_steps=dict.fromkeys((1.2, 1.5, 2.0, 3.0), 0),
     grad_norm_high_steps=dict.fromkeys((3.0, 10.0), 0), loss_unrecovered_steps=0, withheld_steps=0,
-    amp_scale_collapsed=False, hard_batches=False,
+    amp_scale_collapsed=False, hard_batches=False, repeated_spike=False,
 )  # fmt: skip
 
 

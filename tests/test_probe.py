@@ -231,13 +231,45 @@ def test_a_surge_has_a_limit_of_its_own(above, clipped_to):
     ("loss", "norm", "withhold"),
     [(6.0, 5.0, Withhold.SPIKE), (4.0, 5.0, Withhold.NO), (6.0, 3.0, Withhold.NO), (math.nan, 5.0, Withhold.NONFINITE)],
 )
-def test_a_spike_passes_two_gates(loss, norm, withhold):
+def test_the_first_spike_passes_two_gates(loss, norm, withhold):
     """Only a finite step with its loss and its norm both above their limits is a spike; it is bad, and clipped."""
     model = two_parameters([norm, 0.0], [0.0])
     limits = Limits(max_norm=1.0, spike_loss=5.0, spike_norm=4.0)
     row, bad = Probe(model).measure(torch.tensor(loss), limits)
     assert row.read().withhold is withhold
     assert bad.item() == float(withhold is not Withhold.NO)
+
+
+def spikes(probe, losses, limits):
+    """For each loss whether the probe withholds a step with it."""
+    told = []
+    for loss in losses:
+        row, _ = probe.measure(None if loss is None else torch.tensor(loss), limits)
+        told.append(row.read().withhold is Withhold.SPIKE)
+    return told
+
+
+def test_behind_a_spike_the_loss_alone_decides():
+    """The second to the fourth of a row are withheld whatever their norm; a good step ends the row, a NaN does not."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    limits = Limits(spike_loss=5.0)
+    told = spikes(Probe(model), [6.0] * 6 + [1.0, 6.0, math.nan, 6.0, 1.0, 6.0, 1.0, 6.0], limits)
+    assert told == [False, True, True, True, False, False, False, False, False, True, False, False, False, False]
+
+
+def test_a_loss_that_could_not_be_read_is_no_spike():
+    """Also where losses are below zero, and behind a spike."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    assert spikes(Probe(model), [-1.0, None, None, -1.0], Limits(spike_loss=-5.0)) == [False] * 4
+
+
+def test_a_row_of_spikes_does_not_outlast_a_rollback():
+    """After `forget` the next spike is the first of a row."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    probe, limits = Probe(model), Limits(spike_loss=5.0)
+    assert spikes(probe, [6.0], limits) == [False]
+    probe.forget()
+    assert spikes(probe, [6.0, 6.0], limits) == [False, True]
 
 
 def test_in_observe_a_bad_step_is_torchs_own():

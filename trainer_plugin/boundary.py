@@ -12,7 +12,7 @@ from trainer_plugin.detection.detectors import Verdict
 from trainer_plugin.detection.readings import Readings
 from trainer_plugin.metrics import Standing
 from trainer_plugin.parts import Parts
-from trainer_plugin.policy.decisions import Decision, Moment
+from trainer_plugin.policy.decisions import Decision, Moment, spike_withheld
 from trainer_plugin.signals import Signals
 from trainer_plugin.step.shared_reader import SharedReader
 
@@ -129,11 +129,11 @@ class Boundary:
             elif not incident.healed:
                 self._scene = parts.scenes.wish(incident, signals) or self._scene
         self._shows.append(partial(parts.endpoint.metrics.show, signals, readings, verdicts, moment.now))
-        if signals.surge:
-            outcome = "done" if parts.config.mode == "auto" else "observed"
+        outcome = "done" if parts.config.mode == "auto" else "observed"
+        if spike_withheld(signals, readings, mode=parts.config.mode, actions=parts.config.actions):
+            parts.page.add("train_actions_total", 1.0, "skip_batch", "local", outcome)
+        elif signals.surge:
             parts.page.add("train_actions_total", 1.0, "clip", "local", outcome)
-        elif signals.withheld == "spike":
-            parts.page.add("train_actions_total", 1.0, "skip_batch", "local", "done")
 
     def _record(self, signals: Signals, readings: Readings, verdicts: list[Verdict], moment: Moment) -> None:
         """Keep on disk what a step has shown."""

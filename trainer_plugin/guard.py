@@ -242,9 +242,11 @@ class Guard:
         limit = math.inf if max_norm is None else max_norm
         # Where the job may not act by itself, a surge is told and clipped no further than the recipe does.
         surge_clip = min(limit, parts.monitor.grad_norm_baseline) if self.config.mode == "auto" else limit
-        spike_loss, spike_norm, withheld = math.inf, math.inf, self.config.actions.withhold_spikes
-        if withheld != "never" and self.config.mode == "auto":
-            spike_loss, spike_norm = parts.monitor.spike_limits(first=withheld == "all")
+        spike_loss, spike_norm = math.inf, math.inf
+        if self.config.mode == "auto" and self.config.actions.withhold_spikes == "all":
+            spike_loss, spike_norm = parts.monitor.band_limits
+        elif self.config.mode == "auto" and self.config.actions.withhold_spikes == "repeated":
+            spike_loss = parts.monitor.spike_limit(self.step + 1)
         return Limits(
             max_norm=limit,
             surge_above=parts.monitor.surge_above,

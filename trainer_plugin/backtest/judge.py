@@ -124,8 +124,10 @@ class _RunJudge:
         if surge and signals.grad_norm:
             coefficient = min(1.0, self._monitor.grad_norm_baseline / signals.grad_norm)
             signals = msgspec.structs.replace(signals, surge=True, clip_coefficient=coefficient)
-        before = policy.open_incident
-        policy.observe(signals, self._monitor.readings(), verdicts, weights_finite=True, steps_total=self._steps_total)
+        before, readings = policy.open_incident, self._monitor.readings()
+        if readings.repeated_spike and self._options.actions.withhold_spikes != "never" and not signals.surge:
+            signals = msgspec.structs.replace(signals, withheld="spike")
+        policy.observe(signals, readings, verdicts, weights_finite=True, steps_total=self._steps_total)
         incident = policy.open_incident
         if incident is not None and incident is not before:
             self._cases.append(_LoggedIncident(incident=incident, run=self.run))
@@ -135,6 +137,8 @@ class _RunJudge:
             self._keep_once(incident, "clip", step, "gradient surge, in the same step")
         if signals.withheld == "nonfinite":
             self._keep_once(incident, "skip_batch", step, "not finite: the update is withheld")
+        if signals.withheld == "spike":
+            self._keep_once(incident, "skip_batch", step, "a spike behind a spike: the update is withheld")
         self._ask(step, incident)
 
     def _keep_events(self, step: int, verdicts: list[Verdict]) -> None:

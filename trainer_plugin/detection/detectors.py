@@ -99,6 +99,11 @@ class EmaRatio:
         self.ema: float | None = None
         self._first_step: int | None = None
 
+    @property
+    def limit(self) -> float:
+        """The value above which the next one is too high; infinite while there is no average above zero."""
+        return self._threshold * self.ema if self.ema is not None and self.ema > 0.0 else math.inf
+
     def ratio(self, value: float) -> float:
         """Value over the present average; NaN when there is none or it is not above zero."""
         return value / self.ema if self.ema is not None and self.ema > 0.0 else math.nan

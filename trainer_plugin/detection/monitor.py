@@ -108,9 +108,9 @@ class Monitor:
         """Loss and gradient norm above which the next one is out of its band; infinite during warm-up."""
         return self._loss_robust.limit, self._grad_norm_robust.limit
 
-    def spike_limits(self, *, first: bool) -> tuple[float, float]:
-        """Loss and norm above both of which the next step is a spike to withhold: with `first` also one that is new."""
-        return self._spikes.limits(*self.band_limits, first=first)
+    def spike_limit(self, step: int) -> float:
+        """The loss above which this step, the next, is a spike of those that are withheld in a row (R1)."""
+        return max(self._loss_robust.limit, self._loss_ema.limit) if self._spikes.alone(step) else math.inf
 
     def update(self, signals: Signals) -> tuple[Readings, list[Verdict]]:
         """Take in one step; return what to export and what the detectors say."""
@@ -155,11 +155,8 @@ class Monitor:
         self._weight_jumps.update(step - 1, signals.layers, learn=learn)  # What the step before has made of them.
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
-        # Batches known to be hard come two or three in a row, too, and are to be learnt.
-        self._spikes.update(
-            loss, out=loss_verdict is not None and not self._knows_hard_batches,
-            withheld=signals.withheld == "spike", recovered=self._recovery.unrecovered_steps == 0,
-        )  # fmt: skip
+        if math.isfinite(loss) and (loss_verdict is not None or self._spikes.in_a_row):
+            self._spikes.update(step, spike=loss_verdict is not None and self._loss_ratio > self._config.loss_ratio)
         said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
         if said != _NOTHING_SAID:
             verdicts.extend([verdict for verdict in said if verdict is not None])
@@ -188,6 +185,7 @@ class Monitor:
             withheld_steps=self._nonfinite.withheld_steps,
             amp_scale_collapsed=self._loss_scale.collapsed,
             hard_batches=self._knows_hard_batches,
+            repeated_spike=self._spikes.repeated,
             layer_ratios=self._layers.ratios,
             rate_rise=self._continuity.last_rise,
             weight_jump=self._weight_jumps.last,

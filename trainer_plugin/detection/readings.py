@@ -10,6 +10,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
 
     `layer_ratios`: gradient norm over its own baseline, of each layer that has one. `rate_rise`: the step in which the
     learning rate jumped last, and to how many times what it had been. `weight_jump`: the last layer whose weights did.
+    `repeated_spike`: the loss is a spike behind a spike, of those that `withhold_spikes: repeated` withholds.
     `loss_back_in_steps`: how much longer a loss that is away will be so, as it falls now.
     """
 
@@ -32,6 +33,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
     withheld_steps: int
     amp_scale_collapsed: bool
     hard_batches: bool
+    repeated_spike: bool
     layer_ratios: dict[str, float] = {}
     rate_rise: tuple[int, float] | None = None
     weight_jump: WeightJump | None = None

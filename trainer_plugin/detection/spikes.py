@@ -1,47 +1,42 @@
-"""Spikes of the loss in a row, and which of them may be withheld. Pure: no torch, no clock, no files."""
+"""Spikes of the loss in a row, and whether those behind the first may be withheld. Pure: no torch, no clock."""
 
-import math
 from typing import Any
 
-# What goes on longer is no bad batch: to withhold it for ever would be no training at all.
-_MOST_WITHHELD = 3
+# Of a row none beyond this one is withheld: what goes on longer is no bad batch.
+MOST_IN_A_ROW = 4
+# Data that are that hard now and then, and several in a row, are to be learnt: a row that comes sooner is trained on.
+ALONE_STEPS = 5000
 
 
 class Spikes:
-    """Whether the step that comes may be withheld if it is a spike, and above which limits it is one.
+    """How many spikes of the loss there are in a row, and how long ago the last row of them was.
 
-    One bad batch behind a clip does no harm, several in a row do. So the first of a row is withheld only on request,
-    and only with loss and gradient norm both out of their bands; behind a loss that was out of its band the loss alone
-    decides. At most three are withheld until the loss has come back for good.
+    One bad batch behind a clip does no harm, several in a row do. So by default the first of a row is applied, and
+    those behind it are withheld, if this is the first such row for 5,000 steps.
+
+    `in_a_row`: spikes up to the step seen last, 0 if that was none. `repeated`: it was one of those to be withheld.
     """
 
     def __init__(self) -> None:
-        self._out = False
-        self._withheld = 0
+        self.in_a_row = 0
+        self.repeated = False
+        self._last_row_ended: int | None = None
 
-    def update(self, loss: float, *, out: bool, withheld: bool, recovered: bool) -> None:
-        """Take in a step: whether its loss was `out` of its band, was `withheld` for it, or is back for good."""
-        if not math.isfinite(loss):
-            return
-        self._out = out
-        if withheld:
-            self._withheld += 1
-        elif recovered:
-            self._withheld = 0
+    def update(self, step: int, *, spike: bool) -> None:
+        """Take in a step with a finite loss; one that is no spike may be left out behind another such."""
+        if not spike and self.in_a_row > 1:
+            self._last_row_ended = step
+        self.in_a_row = self.in_a_row + 1 if spike else 0
+        self.repeated = 1 < self.in_a_row <= MOST_IN_A_ROW and self.alone(step)
 
-    def limits(self, loss: float, grad_norm: float, *, first: bool) -> tuple[float, float]:
-        """Loss and norm above both of which the next step is withheld, from the limits of their bands.
-
-        With `first` so is the first of a row. Infinite where none is withheld.
-        """
-        if self._withheld >= _MOST_WITHHELD or not (first or self._out):
-            return math.inf, math.inf
-        return loss, 0.0 if self._out else grad_norm
+    def alone(self, step: int) -> bool:
+        """Whether a row that is there at this step, or begins, is the only one of late."""
+        return self._last_row_ended is None or step - self._last_row_ended > ALONE_STEPS
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in a row the run is."""
-        return {"out": self._out, "withheld": self._withheld}
+        """The row that is there, and the last one."""
+        return {"in_a_row": self.in_a_row, "last_row_ended": self._last_row_ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; a checkpoint of before it was kept has none."""
-        self._out, self._withheld = state.get("out", False), state.get("withheld", 0)
+        self.in_a_row, self._last_row_ended = state.get("in_a_row", 0), state.get("last_row_ended")

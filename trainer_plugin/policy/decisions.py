@@ -6,7 +6,9 @@ from typing import Literal
 import msgspec
 
 from exporter.commands import Command
+from trainer_plugin.detection.readings import Readings
 from trainer_plugin.policy.incidents import Incident
+from trainer_plugin.signals import Signals
 
 Mode = Literal["observe", "assist", "auto"]
 
@@ -92,3 +94,9 @@ class Refusal:
     outcome: str
     detail: str
     command: Command | None = None
+
+
+def spike_withheld(signals: Signals, readings: Readings, *, mode: Mode, actions: ActionsConfig) -> bool:
+    """Whether a step was withheld as a spike, or would have been in mode `auto`."""
+    would = mode != "auto" and readings.repeated_spike and actions.withhold_spikes != "never"
+    return would or signals.withheld == "spike"

@@ -44,7 +44,7 @@ class Incident(msgspec.Struct, kw_only=True):
 
     `layers` are those whose gradient norm was an outlier to their own past, each with its largest ratio. What the class
     is read from: `signs`, `grad_norm_ratio`, `rate_rise`, `course` and `machine`, as in `classify`. `weights_jumped`:
-    when it began, weights were thrown to where no usual update takes them.
+    when it began, weights were thrown to where no usual update takes them. `withheld_step`: the last spike withheld.
     """
 
     id: int
@@ -66,6 +66,7 @@ class Incident(msgspec.Struct, kw_only=True):
     out_steps: int = 0
     machine: list[str] = msgspec.field(default_factory=list)
     layers: dict[str, float] = msgspec.field(default_factory=dict)
+    withheld_step: int = 0
 
     def take_in(self, signals: Signals, readings: Readings, verdicts: Sequence[Verdict]) -> None:
         """One step of it: what the acting detectors said, and what else the class is read from."""
@@ -155,16 +156,17 @@ class Incident(msgspec.Struct, kw_only=True):
             largest = sorted(self.layers.items(), key=lambda item: -item[1])
             self.layers = dict(largest[:MAX_LAYERS])
 
-    def done_in_step(self, signals: Signals, steps_total: int, *, outcome: str) -> None:
+    def done_in_step(self, signals: Signals, steps_total: int, *, withheld: bool, acts: bool) -> None:
         """Keep what was done to a step within it, once an incident: a surge clipped, a spike withheld."""
-        if signals.withheld == "spike":
+        if withheld:
             action, what, detail = "skip_batch", _WITHHELD, f"loss {signals.loss:.4g}"
+            self.withheld_step = signals.step
         else:
             action, what, detail = "clip", "surge clipped in the same step", f"x {signals.clip_coefficient:.3g}"
         if not any(remedy.detail.startswith(what) for remedy in self.remedies):
             remedy = Remedy(
-                action=action, step=signals.step, steps_total=steps_total, source="local", outcome=outcome,
-                detail=f"{what}, {detail}",
+                action=action, step=signals.step, steps_total=steps_total, source="local",
+                outcome="done" if acts else "observed", detail=f"{what}, {detail}",
             )  # fmt: skip
             self.remedies.append(remedy)
 

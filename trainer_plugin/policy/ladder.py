@@ -7,7 +7,7 @@ from trainer_plugin.detection.readings import Readings
 from trainer_plugin.policy.alerts import OWN_SIGNALS, Known, already_over
 from trainer_plugin.policy.attribution import StepTimes
 from trainer_plugin.policy.budget import BudgetConfig, Rollback, in_vain, overspent
-from trainer_plugin.policy.decisions import ActionsConfig, Decision, Mode, Moment, Refusal
+from trainer_plugin.policy.decisions import ActionsConfig, Decision, Mode, Moment, Refusal, spike_withheld
 from trainer_plugin.policy.escalation import (
     NO_UPDATES_STEPS,
     answered,
@@ -71,7 +71,6 @@ class Policy:
         acting = [verdict for verdict in verdicts if (verdict.detector, verdict.signal) in Monitor.ACTING]
         if readings.hard_batches:
             acting = [verdict for verdict in acting if verdict.detector != "robust"]
-        back_steps = HEALED_STEPS if readings.hard_batches else 0
         changed = []
         incident = self.open_incident
         readings = self.state.rises.judge(signals, readings, quiet=incident is None and not acting)
@@ -85,11 +84,12 @@ class Policy:
         if incident is None:
             return changed
         incident.take_in(signals, readings, acting)
-        if signals.surge or signals.withheld == "spike":
-            incident.done_in_step(signals, steps_total, outcome="done" if self.mode == "auto" else "observed")
+        withheld = spike_withheld(signals, readings, mode=self.mode, actions=self._actions)
+        if signals.surge or withheld:
+            incident.done_in_step(signals, steps_total, withheld=withheld, acts=self.mode == "auto")
         # A step that was withheld is no good one, but neither does it undo those before it: it reached nothing.
         bad = any(verdict.detector != "nonfinite" for verdict in acting)
-        if bad or readings.loss_unrecovered_steps > back_steps:
+        if bad or readings.loss_unrecovered_steps > (HEALED_STEPS if readings.hard_batches else 0):
             incident.good_steps = 0
         elif not acting and signals.withheld in (None, "amp_overflow") and signals.step > incident.first_step:
             incident.good_steps += 1

@@ -36,13 +36,13 @@ TABLE = (
         _JOB,
     ),
     Row(
-        "loss out of its band, and so was the one before it",
-        "the step is withheld, three of them at most before the loss is back for good",
+        "loss out of its band and above 3 x its average, and so was the one before",
+        "the step is withheld, three in a row at most, and none within 5,000 steps of another such row",
         _JOB,
     ),
     Row(
-        "loss and gradient norm both out of their bands, and the loss before was not",
-        "the step is withheld too, if `withhold_spikes: all`",
+        "loss and gradient norm out of their bands, or such a loss behind another",
+        "the step is withheld, four in a row at most, with `withhold_spikes: all`",
         _JOB,
     ),
     Row(

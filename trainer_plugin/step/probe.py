@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer_plugin.detection.spikes import MOST_IN_A_ROW
 from trainer_plugin.step.norms import layer_norms, scale_all, scale_and_check, tensor_norms
 from trainer_plugin.step.row import Row, Withhold
 
@@ -25,9 +26,10 @@ _WRAPPER = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
 class Limits:
     """How far a gradient may go in this step, in units of the total norm. `math.inf` stands for no limit.
 
-    A norm above `surge_above` is a surge and clipped to `surge_clip`; any other is clipped to `max_norm`. A step with
-    both its loss above `spike_loss` and its norm above `spike_norm` is withheld. `weight` is what the step counts for:
-    the gradients are multiplied with it beside the clip.
+    A norm above `surge_above` is a surge and clipped to `surge_clip`; any other is clipped to `max_norm`. A step whose
+    loss is above `spike_loss` is withheld if its norm is above `spike_norm`, or if the step before had such a loss too;
+    of a row none beyond the fourth. `weight` is what the step counts for: the gradients are multiplied with it beside
+    the clip.
     """
 
     max_norm: float = math.inf
@@ -64,6 +66,7 @@ class Probe:
         for name, parameter in self.parameters.items():
             self.layers.setdefault(layer_of(name), []).append(parameter)
         self._layer_cache: tuple[tuple[bool, ...], tuple[str, ...], Tensor] | None = None
+        self._spikes_in_a_row = torch.zeros((), device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +87,7 @@ class Probe:
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
         both as in `torch.nn.utils.clip_grad_norm_`.
         """
+        spike_loss = math.inf if loss is None else limits.spike_loss
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
         held = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         # A sparse gradient is measured where the values of one place are added up, and clipped as it is.
@@ -122,7 +126,7 @@ class Probe:
             huge = torch.isinf(total) & ~scale_and_check(gradients, coefficient)
         elif limits != Limits():
             scale_all(gradients, coefficient)
-        spike = (loss > limits.spike_loss) & (total > limits.spike_norm)
+        spike = self._is_spike(loss, total, finite, spike_loss=spike_loss, spike_norm=limits.spike_norm)
         withhold = torch.where(finite, torch.where(spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
         withhold = torch.where(huge & torch.isfinite(loss), float(Withhold.HUGE), withhold)
         scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
@@ -141,6 +145,19 @@ class Probe:
         """
         held = {**self.parameters, **self._finite_buffers}
         return [name for name, tensor in held.items() if not is_finite(tensor)]
+
+    def forget(self) -> None:
+        """The run has gone back: what the last steps were says nothing about the next one."""
+        self._spikes_in_a_row = torch.zeros_like(self._spikes_in_a_row)
+
+    def _is_spike(
+        self, loss: Tensor, norm: Tensor, finite: Tensor, *, spike_loss: Tensor | float, spike_norm: Tensor | float
+    ) -> Tensor:
+        """Whether this step is a spike to withhold. Judged on the device, where the step before is known already."""
+        before = self._spikes_in_a_row.to(loss.device)
+        high = loss > spike_loss
+        self._spikes_in_a_row = torch.where(finite, torch.where(high, before + 1.0, 0.0), before)
+        return high & ((before > 0.0) | (norm > spike_norm)) & (before < MOST_IN_A_ROW)
 
     def _layers_of(self, present: tuple[bool, ...], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
         """The layers that have a gradient in this step, and for each gradient the number of its layer."""

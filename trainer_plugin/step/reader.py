@@ -223,6 +223,7 @@ class StepReader:
     def forget(self) -> None:
         """Drop what is on its way: the run has gone back."""
         self._taken.clear()
+        self._probe.forget()
         self.accumulation.clear()
         self._layers_read = None
         if self._layer_signals is not None:

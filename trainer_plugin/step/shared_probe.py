@@ -119,7 +119,7 @@ class SharedProbe(Probe):
             scale_all(gradients, coefficient)
         elif limits.max_norm < math.inf and not any(held.is_sparse for held in named.values()):
             nn.utils.clip_grad_norm_(self.parameters.values(), limits.max_norm)
-        spike = (mean > spike_loss) & (total > spike_norm)
+        spike = self._is_spike(mean, total, finite, spike_loss=spike_loss, spike_norm=spike_norm)
         withhold = torch.where(finite, torch.where(spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
         # A norm beyond float32's squares is exact here on a CPU, and infinite elsewhere.
         withhold = torch.where(finite & (total > HUGE_NORM), float(Withhold.HUGE), withhold)
