@@ -93,9 +93,12 @@ def test_a_spike_behind_a_spike_would_be_withheld(tmp_path, wanted, withheld):
     losses = calm(1000)
     losses[650:653] *= 4.0
     actions = ActionsConfig(withhold_spikes=wanted)
-    found = judge(read_log(write(tmp_path / "log.csv", losses)), replace(options(), actions=actions))
-    deeds = [(deed.step, deed.action) for deed in found.would_do if "withheld" in deed.reason]
-    assert deeds == [(step, "skip_batch") for step in withheld]
+    for norm in (1.0, 50.0):  # A surge is not clipped where it is withheld.
+        norms = [norm if 650 <= place < 653 else 1.0 for place in range(1000)]
+        log = read_log(write(tmp_path / "log.csv", losses, norms=norms))
+        found = judge(log, replace(options(), actions=actions))
+        deeds = [(deed.step, deed.action) for deed in found.would_do if "withheld" in deed.reason]
+        assert deeds == [(step, "skip_batch") for step in withheld]
 
 
 def test_without_a_checkpoint_before_it_there_is_no_rollback(tmp_path):

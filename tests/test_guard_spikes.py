@@ -177,6 +177,17 @@ def test_what_would_be_withheld_is_told(make_guard, mode):
     assert [(r.step, r.outcome) for r in incident.tried("skip_batch")] == [(TOXIC + 2, "observed")]
 
 
+@pytest.mark.parametrize(("toxic", "last"), [((0, 1, 2), 3), ((0, 8, 9), 0)], ids=["one row", "a row later on"])
+def test_what_lies_between_two_bad_batches_is_not_left_out(make_guard, toxic, last):
+    """Only the row that an incident began with is suspect to its end, not the good steps before a later one."""
+    job = Spiky(make_guard)
+    for number in range(TOXIC + 10):
+        job.step(number, toxic=number - TOXIC in toxic)
+    (incident,) = job.guard._parts.policy.state.incidents
+    assert job.page.value("train_steps_skipped_total", "spike") > 0
+    assert (incident.first_step, incident.withheld_step) == (TOXIC + 1, TOXIC + last if last else 0)
+
+
 def test_never_withholds_no_finite_loss(make_guard):
     """With `never` toxic batches in a row are clipped and applied."""
     job = Spiky(make_guard, actions={"withhold_spikes": "never"})

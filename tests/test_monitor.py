@@ -198,7 +198,9 @@ def test_harder_data_in_blocks_are_learnt(run, block):
 
 def test_not_finite_losses_leave_a_row_as_it_is(run):
     """A NaN says nothing of whether the spike is over."""
-    run.show(9.0).show(math.nan, withheld="nonfinite").show(9.0)
+    run.show(9.0, 9.0).show(math.nan, withheld="nonfinite")
+    assert not run.readings.repeated_spike
+    run.show(9.0)
     assert run.readings.repeated_spike
 
 
@@ -217,6 +219,10 @@ def test_the_rows_rewind_with_the_weights(run):
     after = json.loads(json.dumps(run.monitor.state_dict()))
     run.monitor.load_state_dict(before)
     assert math.isfinite(run.monitor.spike_limit(run.step + 1))
+    run.show(9.0, 9.0)
+    assert run.readings.repeated_spike
+    run.monitor.load_state_dict(before)
+    assert not run.calm(1).readings.repeated_spike
     run.monitor.load_state_dict(after)
     assert run.monitor.spike_limit(run.step + 1) == math.inf
     del after["spikes"]

@@ -228,8 +228,10 @@ class Actions:
 
     def _suspect_data(self, incident: Incident, widen: int) -> Quarantine | None:
         """The data that are suspect after a rollback; None where no rank knows any: not each of them must have data."""
-        first, last = incident.first_step, max(incident.first_step, incident.withheld_step)
-        if incident.id and incident.class_ != "bad_sample":
+        first, last = incident.first_step, incident.first_step
+        if incident.class_ == "bad_sample":
+            last = max(first, incident.withheld_step)
+        elif incident.id:
             first, last = first - SUSPECT_BEFORE_STEPS * widen, last + SUSPECT_AFTER_STEPS * widen
         reason = f"{incident.class_} at step {incident.first_step}"
 

@@ -121,12 +121,13 @@ class _RunJudge:
         policy, step = self._policy, signals.step
         self._keep_events(step, verdicts)
         surge = any((verdict.detector, verdict.signal) == ("ema_ratio", "grad_norm") for verdict in verdicts)
-        if surge and signals.grad_norm:
+        readings = self._monitor.readings()
+        if readings.repeated_spike and self._options.actions.withhold_spikes != "never" and signals.withheld is None:
+            signals = msgspec.structs.replace(signals, withheld="spike")
+        elif surge and signals.grad_norm:
             coefficient = min(1.0, self._monitor.grad_norm_baseline / signals.grad_norm)
             signals = msgspec.structs.replace(signals, surge=True, clip_coefficient=coefficient)
-        before, readings = policy.open_incident, self._monitor.readings()
-        if readings.repeated_spike and self._options.actions.withhold_spikes != "never" and not signals.surge:
-            signals = msgspec.structs.replace(signals, withheld="spike")
+        before = policy.open_incident
         policy.observe(signals, readings, verdicts, weights_finite=True, steps_total=self._steps_total)
         incident = policy.open_incident
         if incident is not None and incident is not before:

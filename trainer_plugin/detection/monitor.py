@@ -155,8 +155,9 @@ class Monitor:
         self._weight_jumps.update(step - 1, signals.layers, learn=learn)  # What the step before has made of them.
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
-        if math.isfinite(loss) and (loss_verdict is not None or self._spikes.in_a_row):
-            self._spikes.update(step, spike=loss_verdict is not None and self._loss_ratio > self._config.loss_ratio)
+        if loss_verdict is not None or self._spikes.in_a_row:
+            spike = loss_verdict is not None and self._loss_ratio > self._config.loss_ratio
+            self._spikes.update(step, loss, spike=spike)
         said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
         if said != _NOTHING_SAID:
             verdicts.extend([verdict for verdict in said if verdict is not None])

@@ -1,5 +1,6 @@
 """Spikes of the loss in a row, and whether those behind the first may be withheld. Pure: no torch, no clock."""
 
+import math
 from typing import Any
 
 # Of a row none beyond this one is withheld: what goes on longer is no bad batch.
@@ -12,7 +13,7 @@ class Spikes:
     """How many spikes of the loss there are in a row, and how long ago the last row of them was.
 
     One bad batch behind a clip does no harm, several in a row do. So by default the first of a row is applied, and
-    those behind it are withheld, if this is the first such row for 5,000 steps.
+    three behind it are withheld, if this is the first such row for 5,000 steps.
 
     `in_a_row`: spikes up to the step seen last, 0 if that was none. `repeated`: it was one of those to be withheld.
     """
@@ -22,8 +23,11 @@ class Spikes:
         self.repeated = False
         self._last_row_ended: int | None = None
 
-    def update(self, step: int, *, spike: bool) -> None:
-        """Take in a step with a finite loss; one that is no spike may be left out behind another such."""
+    def update(self, step: int, loss: float, *, spike: bool) -> None:
+        """Take in a step; one that is no spike may be left out behind another such. NaN says nothing of the row."""
+        self.repeated = False
+        if not math.isfinite(loss):
+            return
         if not spike and self.in_a_row > 1:
             self._last_row_ended = step
         self.in_a_row = self.in_a_row + 1 if spike else 0
@@ -39,4 +43,5 @@ class Spikes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; a checkpoint of before it was kept has none."""
+        self.repeated = False
         self.in_a_row, self._last_row_ended = state.get("in_a_row", 0), state.get("last_row_ended")

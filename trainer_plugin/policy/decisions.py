@@ -17,9 +17,9 @@ class ActionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`actions:` of guard.yaml.
 
     With `partial_rollback` the layers that surged go back before the whole run does, where they are `partial_layers`
-    at most; a person's command may ask for it in any case. `withhold_spikes`: of spikes in a row all are withheld, all
-    but the first (`repeated`), or none. `last_resort` is what is done when it was refused to go back and the run is no
-    better: stop it, or let people decide.
+    at most; a person's command may ask for it in any case. `withhold_spikes`: `repeated` withholds the second to the
+    fourth spike of the loss in a row, `all` each of the first four out of their bands, `never` none. `last_resort` is
+    what is done when it was refused to go back and the run is no better: stop it, or let people decide.
     """
 
     clip_max_norm: float | None = 1.0
@@ -97,6 +97,6 @@ class Refusal:
 
 
 def spike_withheld(signals: Signals, readings: Readings, *, mode: Mode, actions: ActionsConfig) -> bool:
-    """Whether a step was withheld as a spike, or would have been in mode `auto`."""
+    """Whether a step was withheld as a spike, or would have been in mode `auto`; `all` is taken for `repeated` then."""
     would = mode != "auto" and readings.repeated_spike and actions.withhold_spikes != "never"
     return would or signals.withheld == "spike"

@@ -44,7 +44,8 @@ class Incident(msgspec.Struct, kw_only=True):
 
     `layers` are those whose gradient norm was an outlier to their own past, each with its largest ratio. What the class
     is read from: `signs`, `grad_norm_ratio`, `rate_rise`, `course` and `machine`, as in `classify`. `weights_jumped`:
-    when it began, weights were thrown to where no usual update takes them. `withheld_step`: the last spike withheld.
+    when it began, weights were thrown to where no usual update takes them. `withheld_step`: the
+    last spike withheld in the row that the first bad step began.
     """
 
     id: int
@@ -160,7 +161,8 @@ class Incident(msgspec.Struct, kw_only=True):
         """Keep what was done to a step within it, once an incident: a surge clipped, a spike withheld."""
         if withheld:
             action, what, detail = "skip_batch", _WITHHELD, f"loss {signals.loss:.4g}"
-            self.withheld_step = signals.step
+            if signals.step in (self.first_step, max(self.first_step, self.withheld_step) + 1):
+                self.withheld_step = signals.step
         else:
             action, what, detail = "clip", "surge clipped in the same step", f"x {signals.clip_coefficient:.3g}"
         if not any(remedy.detail.startswith(what) for remedy in self.remedies):
