@@ -47,6 +47,83 @@ def test_a_step_that_is_taken_back_leaves_no_trace(kind, tensor_rate):
     assert scheduler.last_epoch == plain.last_epoch == 7
 
 
+@pytest.mark.parametrize("tensor_rate", [False, True])
+@pytest.mark.parametrize("kind", sorted(SCHEDULERS))
+def test_a_rate_that_is_raised_for_a_step_does_not_compound(kind, tensor_rate):
+    """A loop multiplies its rate with 100 for some steps and puts it back after each: withheld, they leave no trace."""
+    optimizer, scheduler = training(kind, torch.tensor(0.5) if tensor_rate else 0.5)
+    plain_optimizer, plain = training(kind, 0.5)
+    schedule, (group,) = Schedule(scheduler, [optimizer]), optimizer.param_groups
+    for iteration in range(10):
+        rate = group["lr"]
+        if raised := iteration in (0, 4, 5, 6):
+            group["lr"] = rate * 100.0
+        schedule.mark()
+        optimizer.step()
+        group["lr"] = rate
+        scheduler.step()
+        if raised:
+            schedule.take_back()
+        else:
+            plain_optimizer.step()
+            plain.step()
+        assert float(group["lr"]) == pytest.approx(plain_optimizer.param_groups[0]["lr"])
+    assert scheduler.last_epoch == plain.last_epoch == 6
+
+
+def test_a_rate_set_by_hand_stays_where_the_schedule_has_not_moved():
+    """A scheduler that is stepped once an epoch has nothing to take back in the steps between."""
+    optimizer, scheduler = training("multi_step", 0.5)
+    schedule = Schedule(scheduler, [optimizer])
+    optimizer.param_groups[0]["lr"] = 0.125
+    schedule.mark()
+    optimizer.step()
+    schedule.take_back()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_of_another_optimizer_the_rates_are_left_alone():
+    """What a loop does by hand with an optimizer that the scheduler does not step is the loop's own."""
+    optimizer, scheduler = training("cosine", 0.5)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=3.0)
+    schedule = Schedule(scheduler, [other, optimizer])
+    schedule.mark()
+    optimizer.step()
+    scheduler.step()
+    other.param_groups[0]["lr"] = 4.0
+    schedule.take_back()
+    assert other.param_groups[0]["lr"] == 4.0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_scheduler_that_tells_no_rates_is_taken_back_to_those_that_were_held():
+    """One of another kind than torch's has only its state: the rates are put back as they were marked."""
+
+    class Halving:
+        """Halves the rate of one group with every step."""
+
+        def __init__(self, optimizer):
+            self.group, self.steps = optimizer.param_groups[0], 0
+
+        def step(self):
+            self.steps += 1
+            self.group["lr"] /= 2.0
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    scheduler = Halving(optimizer)
+    schedule = Schedule(scheduler, [optimizer])
+    schedule.mark()
+    scheduler.step()
+    schedule.take_back()
+    assert (scheduler.steps, optimizer.param_groups[0]["lr"]) == (0, 0.5)
+
+
 def test_without_a_scheduler_nothing_happens():
     """A loop without a scheduler has nothing to take back, and neither has one that was never marked."""
     optimizer, scheduler = training("lambda", 0.5)
