@@ -1,6 +1,7 @@
 """The Guard that withholds finite spikes, if it is asked to: a toxic batch is as if it had never been."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ KINDS = {
 class Spiky:
     """A job with a schedule whose batches come by number; some of them are toxic."""
 
-    def __init__(self, make_guard, *, kind="fused", scaled=False, folder=None, **options):
+    def __init__(self, make_guard, *, kind="fused", scaled=False, folder=None, planned=(), **options):
         self.model = tiny_model()
         self.optimizer = KINDS[kind](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.999)
@@ -30,7 +31,8 @@ class Spiky:
             scaler=self.scaler,
             on_signals=self.signals.append,
             run=folder or "tiny",
-            detection={"sustained_steps": 50},  # Longer than a single bad step takes to be called recovered.
+            # Longer than a single bad step takes to be called recovered.
+            detection={"sustained_steps": 50, "planned_change_steps": planned},
             **options,
         ).guard
         self.page = self.guard.page
@@ -163,6 +165,46 @@ def test_on_an_accelerator_the_same_steps_are_withheld(make_guard):
         job.step(number, toxic=number in toxic)
     withheld = [number for number, signals in enumerate(job.signals) if signals.withheld == "spike"]
     assert withheld == [TOXIC + 7, TOXIC + 8, TOXIC + 9]
+
+
+def test_the_first_steps_of_planned_data_are_trained_on(make_guard):
+    """On an accelerator too, where the guard has not seen the first one when the second comes."""
+    job = Spiky(make_guard, planned=(TOXIC + 1,))
+    job.guard._parts.reader._lag_steps = 1
+    for number in range(TOXIC + 8):
+        job.step(number, toxic=number >= TOXIC)
+    assert [signals.withheld for signals in job.signals[TOXIC:]] == [None] * 7
+
+
+def test_a_closure_is_one_step_however_often_it_is_called(make_guard):
+    """Of a row of toxic batches whole steps are withheld, and no evaluation within one; LBFGS goes on behind it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    signals, moved = [], []
+    job = SimpleNamespace(model=model, optimizer=optimizer, scheduler=None, data=None)
+    guard = make_guard(job, on_signals=signals.append, detection={"sustained_steps": 50}).guard
+    toxic = (TOXIC, TOXIC + 20, TOXIC + 21, TOXIC + 22)
+    for number in range(TOXIC + 60):
+        generator = torch.Generator().manual_seed(number)
+        batch = torch.randn(64, 4, generator=generator)
+        noise = torch.randn(64, 1, generator=generator)
+        targets = (batch.sum(1, keepdim=True) + noise) * (100.0 if number in toxic else 1.0)
+
+        def closure(batch=batch, targets=targets):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(batch), targets)
+            loss.backward()
+            guard.before_optimizer(loss)
+            return loss
+
+        before = model.weight.detach().clone()
+        optimizer.step(closure)
+        guard.end_step()
+        moved.append(not torch.equal(before, model.weight))
+    assert {one.step for one in signals if one.withheld == "spike"} == {TOXIC + 22, TOXIC + 23}
+    assert [number for number, has in enumerate(moved) if not has] == [TOXIC + 21, TOXIC + 22]
+    assert guard.page.value("train_steps_skipped_total", "spike") == 2
 
 
 @pytest.mark.parametrize("mode", ["observe", "assist"])

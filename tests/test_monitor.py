@@ -42,6 +42,10 @@ class Run:
         """Show uneventful steps."""
         return self.show(*(level * (1.0 + self.noise.normal(0.0, 0.02)) for _ in range(steps)))
 
+    def spike_limit(self, step):
+        """The loss above which this step is a spike of a row."""
+        return self.monitor.spike_limits(step, all_spikes=False)[0]
+
     def acting(self):
         """What the acting detectors said."""
         return [said for said in self.said if said[1:] in Monitor.ACTING]
@@ -157,13 +161,13 @@ def test_a_spike_is_beyond_its_band_and_three_times_its_average(run):
     run.show(loss_limit * 0.999)
     assert run.acting() == []
     assert norm_limit >= 3.0 * 0.9
-    assert run.monitor.spike_limit(run.step + 1) == pytest.approx(3.0 * 2.0, rel=0.02)
+    assert run.spike_limit(run.step + 1) == pytest.approx(3.0 * 2.0, rel=0.02)
     wild = Run()
     wild.show(*(2.0 * math.exp(wild.noise.normal(0.0, 0.5)) for _ in range(WARM)))
-    assert wild.monitor.spike_limit(WARM + 1) == wild.monitor.band_limits[0] > 3.0 * wild.readings.loss_ema
+    assert wild.spike_limit(WARM + 1) == wild.monitor.band_limits[0] > 3.0 * wild.readings.loss_ema
     negative = Run().calm(WARM, level=-2.0)
     assert math.isfinite(negative.monitor.band_limits[0])
-    assert negative.monitor.spike_limit(WARM + 1) == math.inf
+    assert negative.spike_limit(WARM + 1) == math.inf
 
 
 def test_of_spikes_in_a_row_the_second_to_the_fourth_are_repeated(run):
@@ -177,15 +181,15 @@ def test_of_spikes_in_a_row_the_second_to_the_fourth_are_repeated(run):
 def test_a_row_of_spikes_soon_after_another_is_trained_on(run):
     """Within 5,000 steps of a row there is no limit and nothing repeated; single ones in between count for nothing."""
     run.show(9.0, 9.0)
-    assert math.isfinite(run.monitor.spike_limit(run.step + 1))
+    assert math.isfinite(run.spike_limit(run.step + 1))
     run.calm(1)
     ended = run.step
-    assert run.monitor.spike_limit(ended + 5000) == math.inf
-    assert math.isfinite(run.monitor.spike_limit(ended + 5001))
+    assert run.spike_limit(ended + 5000) == math.inf
+    assert math.isfinite(run.spike_limit(ended + 5001))
     run.calm(40).show(9.0).calm(40).show(9.0, 9.0)
     assert not run.readings.repeated_spike
     run.calm(1)
-    assert run.monitor.spike_limit(ended + 5001) == math.inf
+    assert run.spike_limit(ended + 5001) == math.inf
 
 
 @pytest.mark.parametrize("block", [2, 3, 4, 5, 8])
@@ -204,30 +208,62 @@ def test_not_finite_losses_leave_a_row_as_it_is(run):
     assert run.readings.repeated_spike
 
 
+def test_a_norm_that_is_not_finite_leaves_a_row_as_it_is(run):
+    """An overflow of the scaler, or an infinite norm over a finite loss, neither counts for a row nor ends it."""
+    run.show(9.0).show(9.0, grad_norm=math.inf, withheld="amp_overflow", amp_loss_scale=1024.0)
+    run.show(2.0, grad_norm=math.inf, withheld="nonfinite")
+    assert not run.readings.repeated_spike
+    run.show(9.0)
+    assert run.readings.repeated_spike
+
+
+def test_a_step_that_is_evaluated_again_counts_once(run):
+    """A closure's later evaluations neither go on with a row nor end it."""
+    for losses in ([9.0, 9.0, 2.0], [9.0, 2.0]):
+        told = []
+        for place, loss in enumerate(losses):
+            run.step -= place > 0
+            told.append(run.show(loss).readings.repeated_spike)
+    assert told == [True, False]
+
+
+@pytest.mark.parametrize("all_spikes", [False, True])
+def test_what_is_planned_is_no_spike(all_spikes):
+    """For the first step of other data, and for all until it has been taken in, there is no limit; then a new one."""
+    run = Run(DetectionConfig(warmup_steps=WARM, planned_change_steps=(WARM + 3,))).calm(WARM)
+    limits = [run.monitor.spike_limits(step, all_spikes=all_spikes) for step in range(WARM + 1, WARM + 6)]
+    assert [math.isfinite(loss) for loss, _ in limits] == [True, True, False, False, False]
+    run.calm(2)
+    for _ in range(3):
+        assert not run.calm(1, level=9.0).readings.repeated_spike
+    run.calm(WARM, level=9.0)
+    assert math.isfinite(run.monitor.spike_limits(run.step + 1, all_spikes=all_spikes)[0])
+
+
 def test_in_warm_up_there_is_no_spike_limit():
     """Nothing finite is withheld before the robust detectors are warm."""
     run = Run().calm(WARM - 1)
     assert run.monitor.band_limits == (math.inf, math.inf)
-    assert run.monitor.spike_limit(WARM) == math.inf
+    assert run.spike_limit(WARM) == math.inf
 
 
 def test_the_rows_rewind_with_the_weights(run):
     """What is known of rows of spikes is in the state; an older state has none."""
     before = run.monitor.state_dict()
     run.show(9.0, 9.0).calm(1)
-    assert run.monitor.spike_limit(run.step + 1) == math.inf
+    assert run.spike_limit(run.step + 1) == math.inf
     after = json.loads(json.dumps(run.monitor.state_dict()))
     run.monitor.load_state_dict(before)
-    assert math.isfinite(run.monitor.spike_limit(run.step + 1))
+    assert math.isfinite(run.spike_limit(run.step + 1))
     run.show(9.0, 9.0)
     assert run.readings.repeated_spike
     run.monitor.load_state_dict(before)
     assert not run.calm(1).readings.repeated_spike
     run.monitor.load_state_dict(after)
-    assert run.monitor.spike_limit(run.step + 1) == math.inf
+    assert run.spike_limit(run.step + 1) == math.inf
     del after["spikes"]
     run.monitor.load_state_dict(after)
-    assert math.isfinite(run.monitor.spike_limit(run.step + 1))
+    assert math.isfinite(run.spike_limit(run.step + 1))
 
 
 def test_a_loss_scale_out_of_its_range_acts(run):

@@ -240,11 +240,11 @@ def test_the_first_spike_passes_two_gates(loss, norm, withhold):
     assert bad.item() == float(withhold is not Withhold.NO)
 
 
-def spikes(probe, losses, limits):
+def spikes(probe, losses, limits, *, again=False):
     """For each loss whether the probe withholds a step with it."""
     told = []
     for loss in losses:
-        row, _ = probe.measure(None if loss is None else torch.tensor(loss), limits)
+        row, _ = probe.measure(None if loss is None else torch.tensor(loss), limits, again=again)
         told.append(row.read().withhold is Withhold.SPIKE)
     return told
 
@@ -260,7 +260,31 @@ def test_behind_a_spike_the_loss_alone_decides():
 def test_a_loss_that_could_not_be_read_is_no_spike():
     """Also where losses are below zero, and behind a spike."""
     model = two_parameters([3.0, 4.0], [0.0])
-    assert spikes(Probe(model), [-1.0, None, None, -1.0], Limits(spike_loss=-5.0)) == [False] * 4
+    assert spikes(Probe(model), [None, None, -9.0], Limits(spike_loss=-5.0)) == [False] * 3
+    told = spikes(Probe(model), [-1.0, None, None, -1.0, -9.0, None, -1.0], Limits(spike_loss=-5.0))
+    assert told == [False, False, False, True, False, False, False]
+
+
+def test_a_step_that_is_evaluated_again_counts_for_no_row():
+    """It neither begins a row nor goes on with one nor ends it, and is no spike by itself."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    probe, limits = Probe(model), Limits(spike_loss=5.0)
+    assert spikes(probe, [6.0, 6.0], limits, again=True) == [False, False]
+    assert spikes(probe, [6.0], limits) == [False]
+    assert spikes(probe, [6.0, 1.0], limits, again=True) == [False, False]
+    assert spikes(probe, [6.0], limits) == [True]
+
+
+def test_a_step_without_a_gradient_counts_for_its_row():
+    """Its loss is as high; there is nothing to withhold."""
+    model = two_parameters([3.0, 4.0], [0.0])
+    probe, limits = Probe(model), Limits(spike_loss=5.0)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    assert spikes(probe, [6.0], limits) == [False]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    assert spikes(probe, [6.0], limits) == [True]
 
 
 def test_a_row_of_spikes_does_not_outlast_a_rollback():

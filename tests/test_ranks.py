@@ -20,6 +20,7 @@ from waiting import wait_for
 from exporter.commands import Command
 from trainer_plugin.ranks import Ranks, RanksError
 from trainer_plugin.step.probe import Limits
+from trainer_plugin.step.row import Withhold
 from trainer_plugin.step.shared_probe import SharedProbe, Told
 
 pytestmark = pytest.mark.timeout(300)
@@ -207,6 +208,21 @@ class Pieces:
             results.append((values.withhold.name, values.grad_norm, bad, values.shared.gradient_ranks))
         return results
 
+    def rows(self):
+        """Spikes in a row by the first rank's limit; what no rank can read and a NaN on one leave the row as it is."""
+        model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        model.weight.grad = torch.ones(1, 1)
+        probe = SharedProbe(model, self.ranks)
+        limits = Limits(spike_loss=5.0 if self.rank == 0 else 99.0)
+        withheld = []
+        for loss in (6.0, None, 6.0, math.nan if self.rank else 6.0, 6.0, 6.0, 1.0, 6.0):
+            row, _ = probe.measure(None if loss is None else torch.tensor(loss), limits)
+            withheld.append(row.read().withhold is Withhold.SPIKE)
+        again = [probe.measure(torch.tensor(6.0), limits, again=True)[1].item() for _ in range(2)]
+        return withheld, again
+
     def strangers(self):
         """Another parameter by the same name, and options that are not the same."""
         torch.manual_seed(self.rank)
@@ -231,7 +247,7 @@ def pieces(rank):
     of = Pieces(rank)
     of.strangers()
     of.first_does()
-    names = ("stage", "mixed", "replicated", "losses", "words", "sizes")
+    names = ("stage", "mixed", "replicated", "losses", "words", "sizes", "rows")
     return {name: getattr(of, name)() for name in names}
 
 
@@ -248,6 +264,7 @@ def test_p06_parts_of_every_kind_are_measured_together(tmp_path):
         assert told["losses"] == (2.5, 400, None, 3.0)
         assert told["words"] == (True, pytest.approx(2.0, rel=1e-5), False, False, True)
         assert told["sizes"] == [("HUGE", pytest.approx(1e21), 1.0, ()), ("NONFINITE", math.inf, 1.0, (1,))]
+        assert told["rows"] == ([False, False, True, False, True, True, False, False], [0.0, 0.0])
 
 
 def obey(folder, rank):

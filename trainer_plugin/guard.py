@@ -243,10 +243,8 @@ class Guard:
         # Where the job may not act by itself, a surge is told and clipped no further than the recipe does.
         surge_clip = min(limit, parts.monitor.grad_norm_baseline) if self.config.mode == "auto" else limit
         spike_loss, spike_norm = math.inf, math.inf
-        if self.config.mode == "auto" and self.config.actions.withhold_spikes == "all":
-            spike_loss, spike_norm = parts.monitor.band_limits
-        elif self.config.mode == "auto" and self.config.actions.withhold_spikes == "repeated":
-            spike_loss = parts.monitor.spike_limit(self.step + 1)
+        if self.config.mode == "auto" and (which := self.config.actions.withhold_spikes) != "never":
+            spike_loss, spike_norm = parts.monitor.spike_limits(self.step + 1, all_spikes=which == "all")
         return Limits(
             max_norm=limit,
             surge_above=parts.monitor.surge_above,

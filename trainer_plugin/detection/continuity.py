@@ -50,6 +50,10 @@ class Continuity:
             return "back"
         return "planned" if planned else None
 
+    def is_announced(self, step: int) -> bool:
+        """Whether the user has planned a change for this step, or for one since the last that was taken in."""
+        return self._step is not None and self._announced(self._step, step)
+
     def _announced(self, last: int, step: int) -> bool:
         """Whether a planned step lies between the two, whichever of them comes first."""
         return bisect_right(self._planned_steps, last) != bisect_right(self._planned_steps, step)

@@ -108,9 +108,11 @@ class Monitor:
         """Loss and gradient norm above which the next one is out of its band; infinite during warm-up."""
         return self._loss_robust.limit, self._grad_norm_robust.limit
 
-    def spike_limit(self, step: int) -> float:
-        """The loss above which this step, the next, is a spike of those that are withheld in a row (R1)."""
-        return max(self._loss_robust.limit, self._loss_ema.limit) if self._spikes.alone(step) else math.inf
+    def spike_limits(self, step: int, *, all_spikes: bool) -> tuple[float, float]:
+        """Loss and norm above which this step, the next, is a spike: in a row by R1, or all of them by their bands."""
+        if self._continuity.is_announced(step) or not (all_spikes or self._spikes.alone(step)):
+            return math.inf, math.inf
+        return self.band_limits if all_spikes else (max(self._loss_robust.limit, self._loss_ema.limit), math.inf)
 
     def update(self, signals: Signals) -> tuple[Readings, list[Verdict]]:
         """Take in one step; return what to export and what the detectors say."""
@@ -155,9 +157,9 @@ class Monitor:
         self._weight_jumps.update(step - 1, signals.layers, learn=learn)  # What the step before has made of them.
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
-        if loss_verdict is not None or self._spikes.in_a_row:
-            spike = loss_verdict is not None and self._loss_ratio > self._config.loss_ratio
-            self._spikes.update(step, loss, spike=spike)
+        spike = loss_verdict is not None and self._loss_ratio > self._config.loss_ratio
+        unmeasured = signals.grad_norm is not None and not math.isfinite(grad_norm)
+        self._spikes.update(step, math.nan if unmeasured else loss, spike=spike)
         said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
         if said != _NOTHING_SAID:
             verdicts.extend([verdict for verdict in said if verdict is not None])
@@ -193,11 +195,10 @@ class Monitor:
         )
 
     def _meet(self, change: str) -> None:
-        if change == "elsewhere":
+        if change in ("elsewhere", "announced"):
             self._accept_new_level()
-        elif change == "announced":
-            self._accept_new_level()
-            self._forget_levels()
+            if change == "announced":
+                self._forget_levels()
         elif change == "back":
             self._loss_robust.go_back()
             self._grad_norm_robust.go_back()

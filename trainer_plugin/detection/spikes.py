@@ -21,12 +21,14 @@ class Spikes:
     def __init__(self) -> None:
         self.in_a_row = 0
         self.repeated = False
+        self._step: int | None = None
         self._last_row_ended: int | None = None
 
     def update(self, step: int, loss: float, *, spike: bool) -> None:
-        """Take in a step; one that is no spike may be left out behind another such. NaN says nothing of the row."""
+        """Take in a step. NaN says nothing of the row, and neither does a step that is evaluated once more."""
         self.repeated = False
-        if not math.isfinite(loss):
+        again, self._step = step == self._step, step
+        if again or not math.isfinite(loss):
             return
         if not spike and self.in_a_row > 1:
             self._last_row_ended = step
@@ -43,5 +45,5 @@ class Spikes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; a checkpoint of before it was kept has none."""
-        self.repeated = False
+        self.repeated, self._step = False, None
         self.in_a_row, self._last_row_ended = state.get("in_a_row", 0), state.get("last_row_ended")

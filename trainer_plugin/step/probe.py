@@ -75,19 +75,26 @@ class Probe:
 
     @torch.no_grad()
     def measure(
-        self, loss: Tensor | None, limits: Limits, *, scale: Tensor | None = None, beside: Sequence[Tensor] = ()
+        self,
+        loss: Tensor | None,
+        limits: Limits,
+        *,
+        scale: Tensor | None = None,
+        beside: Sequence[Tensor] = (),
+        again: bool = False,
     ) -> tuple[Row, Tensor]:
         """Measure the gradients, clip them in place, and return `(row, bad)`, both on the device.
 
         A loss of None could not be read, and withholds nothing. `scale` is AMP's loss scale, shape []; the gradients
         have been divided by it already. `beside` are vectors of other values that shall go to the host with this row.
+        With `again` this is no new step, but the last one evaluated once more: it is no spike, and counts for no row.
         `bad` is a float32 scalar: 1.0 when the update is to be withheld (`Withhold`), else 0.0; the gradients of a step
         that is not finite are left exactly as they were.
 
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
         both as in `torch.nn.utils.clip_grad_norm_`.
         """
-        spike_loss = math.inf if loss is None else limits.spike_loss
+        judged = loss is not None and not again
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
         held = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         # A sparse gradient is measured where the values of one place are added up, and clipped as it is.
@@ -96,7 +103,10 @@ class Probe:
         # Detached before anything else: the row must not keep the graph of the forward pass alive.
         loss = torch.zeros((), device=self.device) if loss is None else loss.detach().float().reshape(())
         if not gradients:
-            bad = (~torch.isfinite(loss)).float()
+            finite = torch.isfinite(loss)
+            if judged:
+                self._is_spike(loss, loss, finite, spike_loss=limits.spike_loss, spike_norm=math.inf)
+            bad = (~finite).float()
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
             return Row(packed(head, *beside)), bad
         device = gradients[0].device
@@ -126,8 +136,10 @@ class Probe:
             huge = torch.isinf(total) & ~scale_and_check(gradients, coefficient)
         elif limits != Limits():
             scale_all(gradients, coefficient)
-        spike = self._is_spike(loss, total, finite, spike_loss=spike_loss, spike_norm=limits.spike_norm)
-        withhold = torch.where(finite, torch.where(spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
+        withhold = torch.where(finite, 0.0, float(Withhold.NONFINITE))
+        if judged:
+            spike = self._is_spike(loss, total, finite, spike_loss=limits.spike_loss, spike_norm=limits.spike_norm)
+            withhold = torch.where(spike, float(Withhold.SPIKE), withhold)
         withhold = torch.where(huge & torch.isfinite(loss), float(Withhold.HUGE), withhold)
         scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
         layers, numbers = self._layers_of(present, norms.device)
@@ -153,11 +165,14 @@ class Probe:
     def _is_spike(
         self, loss: Tensor, norm: Tensor, finite: Tensor, *, spike_loss: Tensor | float, spike_norm: Tensor | float
     ) -> Tensor:
-        """Whether this step is a spike to withhold. Judged on the device, where the step before is known already."""
+        """Whether this step is a spike to withhold. Judged on the device, where the step before is known already.
+
+        One that is not `finite` leaves the row as it is.
+        """
         before = self._spikes_in_a_row.to(loss.device)
         high = loss > spike_loss
         self._spikes_in_a_row = torch.where(finite, torch.where(high, before + 1.0, 0.0), before)
-        return high & ((before > 0.0) | (norm > spike_norm)) & (before < MOST_IN_A_ROW)
+        return finite & high & ((before > 0.0) | (norm > spike_norm)) & (before < MOST_IN_A_ROW)
 
     def _layers_of(self, present: tuple[bool, ...], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
         """The layers that have a gradient in this step, and for each gradient the number of its layer."""
