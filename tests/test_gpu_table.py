@@ -60,7 +60,7 @@ def shown(tmp_path_factory):
     """A page of two GPUs once every figure is there, profiling ones too."""
     driver = FakeDriver(tmp_path_factory.mktemp("driver"), h100s(2))
     with worker_on(driver) as worker:
-        yield worker.until(lambda shown: shown.values("DCGM_FI_PROF_SM_ACTIVE"))
+        yield worker.until(lambda shown: len(shown.values("DCGM_FI_PROF_SM_ACTIVE")) == 2)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
