@@ -64,6 +64,54 @@ def test_a_bad_step_of_a_closure_is_withheld(make_guard, kind, inside):
     assert guard.page.value("train_steps_skipped_total", "nonfinite") == 1
 
 
+@pytest.mark.parametrize("tensor_rate", [False, True])
+def test_a_lower_learning_rate_is_used_where_the_guard_is_asked_within_the_step(make_guard, tensor_rate):
+    """In a closure, as in all of Lightning's loops, the factor is on the rate of the step, and only there."""
+    job = adamw_job()
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=torch.tensor(0.1) if tensor_rate else 0.1)
+    signals = []
+    guard = make_guard(job, on_signals=signals.append).guard
+    guard._parts.learning_rate.lower(0.25, floor=0.01, now=0, hold_steps=50, return_steps=9, stack=False)
+    wanted = []
+
+    def closure():
+        job.optimizer.zero_grad()
+        loss_of(job.model, 0).backward()
+        guard.before_optimizer(loss_of(job.model, 0))
+        wanted[:] = [p.detach() - 0.025 * p.grad for p in job.model.parameters()]
+
+    for _ in range(3):
+        job.optimizer.step(closure)
+        assert all(torch.allclose(p, want) for p, want in zip(job.model.parameters(), wanted, strict=True))
+        assert float(job.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+        guard.end_step()
+        assert signals[-1].learning_rates == (pytest.approx(0.025),)
+
+
+def test_accelerates_own_optimizer_and_scheduler_are_the_inner_ones(make_guard):
+    """What `Accelerator.prepare` returns may be given to the guard: NaN is withheld, and the schedule taken back."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    job = adamw_job(scheduled=True)
+    job.model, job.optimizer, job.scheduler = accelerator.prepare(job.model, job.optimizer, job.scheduler)
+    guard = make_guard(job).guard
+    begun_at, positions = job.scheduler.scheduler.last_epoch, []
+    for number in range(4):
+        loss = loss_of(job.model, number)
+        accelerator.backward(loss)
+        if number == 2:
+            spoil_gradient(job.model)
+        before = [p.detach().clone() for p in job.model.parameters()]
+        guard.before_optimizer(loss)
+        job.optimizer.step()
+        job.scheduler.step()
+        job.optimizer.zero_grad()
+        guard.end_step()
+        assert equal(before, list(job.model.parameters())) == (number == 2)
+        positions.append(job.scheduler.scheduler.last_epoch - begun_at)
+    assert positions == [1, 2, 2, 3]
+    assert guard.page.value("train_guard_errors_total") == 0
+
+
 def test_a_closure_is_heard(make_guard, caplog):
     """A loop in which the guard is asked within the step is not told that no step hook runs."""
     job = make_guard()

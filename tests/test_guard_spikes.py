@@ -39,15 +39,19 @@ class Spiky:
 
     data = None
 
-    def step(self, number, *, toxic=False):
-        """One step on batch `number`."""
+    def loss(self, number, *, toxic=False):
+        """The loss on batch `number`, and its gradients."""
         generator = torch.Generator().manual_seed(number)
         batch = torch.randn(64, 4, generator=generator)
         noise = torch.randn(64, 1, generator=generator)  # What cannot be learnt keeps the loss of a good batch even.
         targets = (batch.sum(1, keepdim=True) + noise) * (100.0 if toxic else 1.0)
         loss = nn.functional.mse_loss(self.model(batch), targets)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        self.guard.before_optimizer(loss)
+        return loss
+
+    def step(self, number, *, toxic=False):
+        """One step on batch `number`."""
+        self.guard.before_optimizer(self.loss(number, toxic=toxic))
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -205,6 +209,33 @@ def test_a_closure_is_one_step_however_often_it_is_called(make_guard):
     assert {one.step for one in signals if one.withheld == "spike"} == {TOXIC + 22, TOXIC + 23}
     assert [number for number, has in enumerate(moved) if not has] == [TOXIC + 21, TOXIC + 22]
     assert guard.page.value("train_steps_skipped_total", "spike") == 2
+
+
+def test_two_updates_in_one_step_are_judged_each_by_itself(make_guard):
+    """A loop that steps its optimizer again before `end_step`: a good batch behind a withheld one is applied."""
+    job = Spiky(make_guard)
+    for number in range(TOXIC):
+        job.step(number)
+    end_step, job.guard.end_step = job.guard.end_step, lambda: None
+    for number in range(TOXIC, TOXIC + 3):
+        before = job.outcome()
+        job.step(number, toxic=number < TOXIC + 2)
+        assert equal(before, job.outcome()) == (number == TOXIC + 1)
+    end_step()
+    assert [signals.withheld for signals in job.signals[TOXIC:]] == [None, "spike", None]
+
+
+def test_a_batch_that_the_loop_throws_away_does_not_hide_the_next(make_guard):
+    """A loop that goes on with the next batch without a step of either: that one is judged by itself."""
+    job = Spiky(make_guard)
+    for number in range(TOXIC):
+        job.step(number)
+    job.step(TOXIC, toxic=True)
+    job.guard.before_optimizer(job.loss(TOXIC + 1, toxic=True))
+    job.optimizer.zero_grad()
+    before = job.outcome()
+    job.step(TOXIC + 2, toxic=True)
+    assert equal(before, job.outcome())
 
 
 @pytest.mark.parametrize("mode", ["observe", "assist"])

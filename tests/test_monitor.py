@@ -9,6 +9,7 @@ from curves import CURVES, FAULT, STEPS, decay, signals
 
 from trainer_plugin.detection.detectors import DetectionConfig
 from trainer_plugin.detection.monitor import Monitor
+from trainer_plugin.detection.spikes import Spikes
 from trainer_plugin.signals import LayerReading
 
 WARM = 200
@@ -192,6 +193,37 @@ def test_a_row_of_spikes_soon_after_another_is_trained_on(run):
     assert run.spike_limit(ended + 5001) == math.inf
 
 
+def test_a_row_is_alone_or_not_from_its_beginning():
+    """One that begins within 5,000 steps of another is trained on to its end, though that may be beyond."""
+    spikes = Spikes()
+    spikes.update(1, 9.0, spike=True)
+    spikes.update(2, 9.0, spike=True)
+    assert spikes.repeated
+    assert spikes.alone(3)
+    spikes.update(3, 2.0, spike=False)
+    for step in (5001, 5002, 5003, 5004):
+        spikes.update(step, 9.0, spike=True)
+        assert not spikes.repeated
+        assert not spikes.alone(step + 1)
+    spikes.update(5005, 2.0, spike=False)
+    assert not spikes.alone(10005)
+    assert spikes.alone(10006)
+
+
+def test_a_row_does_not_outlast_a_restart(run):
+    """What the device counted is gone: the rest of the row is trained on, and so is all within 5,000 steps of it."""
+    run.show(9.0)
+    single = json.loads(json.dumps(run.monitor.state_dict()))
+    run.show(9.0)
+    assert run.readings.repeated_spike
+    row = json.loads(json.dumps(run.monitor.state_dict()))
+    run.monitor.load_state_dict(row)
+    assert run.spike_limit(run.step + 1) == math.inf
+    assert not run.show(9.0, 9.0).readings.repeated_spike
+    run.monitor.load_state_dict(single)
+    assert math.isfinite(run.spike_limit(run.step + 1))
+
+
 @pytest.mark.parametrize("block", [2, 3, 4, 5, 8])
 def test_harder_data_in_blocks_are_learnt(run, block):
     """Of a healthy run whose batches come from a harder source now and then, nothing is left out."""
@@ -223,7 +255,7 @@ def test_a_step_that_is_evaluated_again_counts_once(run):
         told = []
         for place, loss in enumerate(losses):
             run.step -= place > 0
-            told.append(run.show(loss).readings.repeated_spike)
+            told.append(run.show(loss, again=place > 0).readings.repeated_spike)
     assert told == [True, False]
 
 

@@ -5,11 +5,13 @@ import torch
 from torch.optim import lr_scheduler
 from training import adamw_job, spoil_gradient
 
+from trainer_plugin.learning_rate import LrFactor
 from trainer_plugin.schedule import Schedule
 
 SCHEDULERS = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.01),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.001),
     "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=40),
     "multi_step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4, 6]),
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
@@ -20,116 +22,187 @@ SCHEDULERS = {
 }
 
 
-def training(kind, rate):
-    """An optimizer and its scheduler."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
-    return optimizer, SCHEDULERS[kind](optimizer)
+class Loop:
+    """A loop with a schedule, one optimizer and one group."""
+
+    def __init__(self, make_scheduler, *, rate=0.1, every=1):
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate, momentum=0.9)
+        self.scheduler = make_scheduler(self.optimizer)
+        (self.group,) = self.optimizer.param_groups
+        self.learning_rate = LrFactor([self.optimizer])
+        self.schedule = Schedule(self.scheduler, [self.optimizer], self.learning_rate.scheduled)
+        self.every = every
+        self.steps = 0
+
+    def step(self, *, withheld=False, begin=None, stepped=None, end=None):
+        """One step; `begin`, `stepped` and `end` are done before the mark, and before and after the scheduler."""
+        for part in (begin, self.schedule.mark, self.optimizer.step, stepped):
+            if part is not None:
+                part()
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.scheduler.step()
+        if end is not None:
+            end()
+        if withheld:
+            self.schedule.take_back()
+        self.schedule.leave()
+
+    def set(self, **values):
+        """Set what the group holds: what a loop does by hand."""
+        return lambda: self.group.update(values)
+
+    @property
+    def rate(self):
+        """The rate that the next step begins with."""
+        return float(self.group["lr"])
+
+
+class Halving:
+    """A scheduler of another kind than torch's: it halves the rate that it finds, and tells none."""
+
+    def __init__(self, optimizer):
+        self.group, self.steps = optimizer.param_groups[0], 0
+
+    def step(self):
+        """Halve it."""
+        self.steps += 1
+        self.group["lr"] /= 2.0
+
+    def state_dict(self):
+        """Its count."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        """Go back to a count."""
+        self.steps = state["steps"]
+
+
+@pytest.fixture(params=sorted(SCHEDULERS))
+def kind(request):
+    """A scheduler of each kind."""
+    return SCHEDULERS[request.param]
 
 
 @pytest.mark.parametrize("tensor_rate", [False, True])
-@pytest.mark.parametrize("kind", sorted(SCHEDULERS))
 def test_a_step_that_is_taken_back_leaves_no_trace(kind, tensor_rate):
     """After 10 iterations of which 3 were withheld, the first included, the schedule is that of 7 undisturbed ones."""
-    rate = torch.tensor(0.5) if tensor_rate else 0.5
-    optimizer, scheduler = training(kind, rate)
-    plain_optimizer, plain = training(kind, 0.5)
-    schedule = Schedule(scheduler, [optimizer])
+    rate = torch.tensor(0.1) if tensor_rate else 0.1
+    loop, twin = Loop(kind, rate=rate), Loop(kind)
     for iteration in range(10):
-        schedule.mark()
-        optimizer.step()
-        scheduler.step()
-        if iteration in (0, 4, 5):
-            schedule.take_back()
-            continue
-        plain_optimizer.step()
-        plain.step()
-        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(plain_optimizer.param_groups[0]["lr"])
-    assert scheduler.last_epoch == plain.last_epoch == 7
+        withheld = iteration in (0, 4, 5)
+        loop.step(withheld=withheld)
+        if not withheld:
+            twin.step()
+        assert loop.rate == pytest.approx(twin.rate)
+        assert loop.group["momentum"] == twin.group["momentum"]
+        assert loop.group["lr"] is rate or not tensor_rate
+    assert loop.scheduler.last_epoch == twin.scheduler.last_epoch == 7
 
 
+@pytest.mark.parametrize("restored", ["stepped", "end"])
 @pytest.mark.parametrize("tensor_rate", [False, True])
-@pytest.mark.parametrize("kind", sorted(SCHEDULERS))
-def test_a_rate_that_is_raised_for_a_step_does_not_compound(kind, tensor_rate):
-    """A loop multiplies its rate with 100 for some steps and puts it back after each: withheld, they leave no trace."""
-    optimizer, scheduler = training(kind, torch.tensor(0.5) if tensor_rate else 0.5)
-    plain_optimizer, plain = training(kind, 0.5)
-    schedule, (group,) = Schedule(scheduler, [optimizer]), optimizer.param_groups
+def test_what_is_raised_for_a_step_does_not_compound(kind, tensor_rate, restored):
+    """A loop multiplies its rate with 100 for some steps and puts it back after each, before its scheduler or after."""
+    loop, twin = Loop(kind, rate=torch.tensor(0.1) if tensor_rate else 0.1), Loop(kind)
     for iteration in range(10):
-        rate = group["lr"]
-        if raised := iteration in (0, 4, 5, 6):
-            group["lr"] = rate * 100.0
-        schedule.mark()
-        optimizer.step()
-        group["lr"] = rate
-        scheduler.step()
-        if raised:
-            schedule.take_back()
-        else:
-            plain_optimizer.step()
-            plain.step()
-        assert float(group["lr"]) == pytest.approx(plain_optimizer.param_groups[0]["lr"])
-    assert scheduler.last_epoch == plain.last_epoch == 6
+        rate, momentum = loop.group["lr"], loop.group["momentum"]
+        changes = {
+            "begin": loop.set(lr=rate * 100.0, momentum=momentum * 1.1),
+            restored: loop.set(lr=rate, momentum=momentum),
+        }
+        if iteration in (4, 5, 6):
+            loop.step(withheld=True, **changes)
+            continue
+        loop.step()
+        twin.step()
+        assert loop.rate == pytest.approx(twin.rate)
+        assert loop.group["momentum"] == pytest.approx(twin.group["momentum"])
 
 
-def test_a_rate_set_by_hand_stays_where_the_schedule_has_not_moved():
-    """A scheduler that is stepped once an epoch has nothing to take back in the steps between."""
-    optimizer, scheduler = training("multi_step", 0.5)
-    schedule = Schedule(scheduler, [optimizer])
-    optimizer.param_groups[0]["lr"] = 0.125
-    schedule.mark()
-    optimizer.step()
-    schedule.take_back()
-    assert optimizer.param_groups[0]["lr"] == 0.125
+def test_a_rate_that_was_raised_for_an_applied_step_is_gone_in_the_next():
+    """Raised, and put back after a scheduler that goes on from what it finds: a withheld step changes nothing."""
+    loop = Loop(SCHEDULERS["exponential"])
+    loop.step(begin=loop.set(lr=10.0), end=loop.set(lr=0.09))
+    loop.step(withheld=True)
+    assert loop.rate == 0.09
+    loop.step()
+    assert loop.rate == pytest.approx(0.09 * 0.9)
 
 
-def test_of_another_optimizer_the_rates_are_left_alone():
-    """What a loop does by hand with an optimizer that the scheduler does not step is the loop's own."""
-    optimizer, scheduler = training("cosine", 0.5)
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=3.0)
-    schedule = Schedule(scheduler, [other, optimizer])
-    schedule.mark()
-    optimizer.step()
-    scheduler.step()
-    other.param_groups[0]["lr"] = 4.0
-    schedule.take_back()
-    assert other.param_groups[0]["lr"] == 4.0
-    assert optimizer.param_groups[0]["lr"] == 0.5
+@pytest.mark.parametrize("when", ["begin", "end"])
+@pytest.mark.parametrize("name", ["exponential", "cosine", "halving"])
+def test_a_rate_set_by_hand_for_good_is_kept(name, when):
+    """People lower a rate when NaNs come: in the step that is withheld, or in the one before it."""
+    loop = Loop(SCHEDULERS.get(name, Halving))
+    if when == "begin":
+        loop.step(begin=loop.set(lr=0.01), withheld=True)
+    else:
+        loop.step(end=loop.set(lr=0.01))
+        loop.step(withheld=True)
+    assert loop.rate == pytest.approx(0.01)
 
 
-def test_a_scheduler_that_tells_no_rates_is_taken_back_to_those_that_were_held():
-    """One of another kind than torch's has only its state: the rates are put back as they were marked."""
+def test_a_scheduler_of_another_kind_does_not_compound_either():
+    """Only what it finds and leaves is known of it."""
+    loop = Loop(Halving)
+    for _ in range(3):
+        loop.step(begin=loop.set(lr=10.0), stepped=loop.set(lr=0.1), withheld=True)
+    assert (loop.rate, loop.scheduler.steps) == (0.1, 0)
 
-    class Halving:
-        """Halves the rate of one group with every step."""
 
-        def __init__(self, optimizer):
-            self.group, self.steps = optimizer.param_groups[0], 0
+def test_a_rate_that_is_damped_over_the_schedule_stays_damped():
+    """A warm-up that multiplies the rate after each step of the scheduler is not lost with a withheld step."""
+    loop, ran = Loop(SCHEDULERS["cosine"], rate=0.1 * 0.01), []
+    for iteration in range(6):
+        ran.append(loop.rate)
+        damped = 0.1 * 0.01 * (iteration + 2)
+        loop.step(withheld=iteration == 3, end=loop.set(lr=damped))
+    assert ran == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004, 0.006])
 
-        def step(self):
-            self.steps += 1
-            self.group["lr"] /= 2.0
 
-        def state_dict(self):
-            return {"steps": self.steps}
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_scheduler_that_steps_once_an_epoch_is_not_taken_back(bad):
+    """It counts no updates: neither its step nor a rate set by hand is lost with the last batch of an epoch."""
+    loop = Loop(lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5), every=3)
+    for iteration in range(6):
+        loop.step(withheld=iteration == bad, begin=loop.set(lr=0.08) if iteration == 1 else None)
+    assert loop.rate == pytest.approx(0.02)
 
-        def load_state_dict(self, state):
-            self.steps = state["steps"]
 
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    scheduler = Halving(optimizer)
-    schedule = Schedule(scheduler, [optimizer])
-    schedule.mark()
-    scheduler.step()
-    schedule.take_back()
-    assert (scheduler.steps, optimizer.param_groups[0]["lr"]) == (0, 0.5)
+def test_within_a_closure_the_schedule_is_marked_without_the_guards_factor():
+    """There the rate is lowered already: what is put back is the loop's own."""
+    loop = Loop(Halving)
+    loop.learning_rate.lower(0.5, floor=0.01, now=0, hold_steps=9, return_steps=9, stack=False)
+
+    def closure():
+        assert loop.group["lr"] == 0.05
+        loop.schedule.mark()
+
+    loop.optimizer.step(closure)
+    loop.scheduler.step()
+    loop.schedule.take_back()
+    assert loop.rate == 0.1
+
+
+def test_what_a_scheduler_cannot_tell_is_not_put_back():
+    """One whose state fails in a step leaves what it has done, and no older state comes back."""
+    loop = Loop(Halving)
+    loop.step()
+    loop.scheduler.state_dict = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        loop.schedule.mark()
+    loop.scheduler.step()
+    loop.schedule.take_back()
+    assert loop.rate == 0.025
 
 
 def test_without_a_scheduler_nothing_happens():
     """A loop without a scheduler has nothing to take back, and neither has one that was never marked."""
-    optimizer, scheduler = training("lambda", 0.5)
-    for schedule in (Schedule(None, [optimizer]), Schedule(scheduler, [optimizer])):
+    loop = Loop(SCHEDULERS["lambda"])
+    for schedule in (Schedule(None, [loop.optimizer], loop.learning_rate.scheduled), loop.schedule):
         schedule.take_back()
-    assert scheduler.last_epoch == 0
+    assert loop.scheduler.last_epoch == 0
 
 
 @pytest.mark.parametrize(("follows", "position"), [("applied_steps", 7), ("iterations", 10)])

@@ -70,6 +70,7 @@ class Boundary:
         # Each part by itself: a broken logger or page must not keep the run from being healed and saved.
         for part in (self._judge, self._act, self._show):
             parts.errors.attempt(part, moment, step=moment.step)
+        parts.errors.attempt(lambda _: parts.schedule.leave(), None, step=moment.step)
         parts.errors.attempt(lambda _: parts.recorder.begin_step(), None, step=moment.step)
 
     def _now(self, step: int) -> float:
@@ -91,7 +92,7 @@ class Boundary:
             data_position=parts.data.position - 1 if parts.data is not None else None,
         ):
             if signals.withheld is not None:
-                parts.schedule.take_back()
+                parts.errors.attempt(lambda _: parts.schedule.take_back(), None, step=moment.step)
             parts.recorder.add(signals)
             # Asked of all ranks before anything that could fail on one of them.
             damage = self._damage_of_all(signals)

@@ -91,7 +91,7 @@ class Guard:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.config = config = with_absolute_folders(read_config(config, run=run))
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers = [_own(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
         self._data = Data(data, suspect_weight=_suspect_weight(config)) if data is not None else None
         self._parts = Parts(
             config,
@@ -177,7 +177,7 @@ class Guard:
         try:
             if isinstance(parts.reader, SharedReader):
                 parts.reader.begin(self._told())  # First: whatever fails, the other ranks wait for this one's part.
-            parts.schedule.mark()
+            parts.errors.attempt(lambda _: parts.schedule.mark(), None, step=self.step)
             ids = self._tell(sample_ids)
             parts.reader.take(loss, step=self.step + 1, limits=self._limits(), sample_ids=ids)
         except RanksError:
@@ -273,6 +273,13 @@ class Guard:
         gradients = [p.grad for p in self._parts.probe.parameters.values() if p.grad is not None]
         if max_norm is not None and gradients and math.isfinite(nn.utils.get_total_norm(gradients)):
             nn.utils.clip_grad_norm_(self._parts.probe.parameters.values(), max_norm)
+
+
+def _own(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps, in the place of accelerate's wrapper, which has no hooks."""
+    inner = getattr(optimizer, "optimizer", None)
+    has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return inner if isinstance(inner, Optimizer) and not has_hooks else optimizer
 
 
 def _suspect_weight(config: Config) -> float:

@@ -71,8 +71,12 @@ class LrFactor:
 
         A rate that is a tensor stays one, and on its device: whether to read it is not decided here.
         """
-        self._restore()
-        return [group["lr"] * self.factor for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [rate * self.factor for rate in self.scheduled()]
+
+    def scheduled(self) -> list[float | Tensor]:
+        """The schedule's own rate of each group, also within the optimizer's step, where a closure asks for it."""
+        own = {id(group): rate for group, rate in self._schedule}
+        return [own.get(id(group), group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def remove(self) -> None:
         """Take the hooks off the optimizers and leave the schedule's own rates behind."""

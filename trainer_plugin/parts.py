@@ -196,8 +196,9 @@ class Parts:
             scaler=scaler,
         )
         undo.callback(self.reader.remove)
-        follows = config.mode == "auto" and config.actions.schedule_follows == "applied_steps"
-        self.schedule = Schedule(scheduler if follows else None, optimizers, scaled=scaler is not None)
+        if config.mode != "auto" or config.actions.schedule_follows != "applied_steps":
+            scheduler = None
+        self.schedule = Schedule(scheduler, optimizers, self.learning_rate.scheduled, scaled=scaler is not None)
 
     def _resume(self, resume: Resume, start_step: int) -> None:
         run, history = self.config.run, self.history

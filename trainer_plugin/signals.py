@@ -37,7 +37,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     accelerator can only tell the least that it may be. `loss_mean` is how the loss was made of micro-batches: `none`,
     `micro_batch` or `token`. `layers` holds the layers whose turn it was in the step before. Of several ranks the
     values are of all together, `samples` too; the loss was not finite on `loss_ranks`, the gradient on
-    `gradient_ranks`.
+    `gradient_ranks`. `again`: this update was measured before, as a closure does that is evaluated more than once.
     """
 
     step: int
@@ -60,3 +60,4 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     samples: int | None = None
     loss_ranks: tuple[int, ...] = ()
     gradient_ranks: tuple[int, ...] = ()
+    again: bool = False

@@ -158,8 +158,8 @@ class Monitor:
         if not learn or self._norm_recovery.unrecovered_steps:
             self._accept_what_lasts()
         spike = loss_verdict is not None and self._loss_ratio > self._config.loss_ratio
-        unmeasured = signals.grad_norm is not None and not math.isfinite(grad_norm)
-        self._spikes.update(step, math.nan if unmeasured else loss, spike=spike)
+        unknown = signals.again or (signals.grad_norm is not None and not math.isfinite(grad_norm))
+        self._spikes.update(step, math.nan if unknown else loss, spike=spike)
         said = (scale_verdict, sigma_verdict, loss_verdict, norm_verdict, drift, oscillation, loss_high, norm_high)
         if said != _NOTHING_SAID:
             verdicts.extend([verdict for verdict in said if verdict is not None])

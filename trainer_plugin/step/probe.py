@@ -67,8 +67,6 @@ class Probe:
             self.layers.setdefault(layer_of(name), []).append(parameter)
         self._layer_cache: tuple[tuple[bool, ...], tuple[str, ...], Tensor] | None = None
         self._spikes_in_a_row = torch.zeros((), device=self.device)
-        # Whether the step measured last is a spike to withhold.
-        self._spike = torch.zeros((), device=self.device, dtype=torch.bool)
 
     @property
     def device(self) -> torch.device:
@@ -89,14 +87,14 @@ class Probe:
 
         A loss of None could not be read, and withholds nothing. `scale` is AMP's loss scale, shape []; the gradients
         have been divided by it already. `beside` are vectors of other values that shall go to the host with this row.
-        With `again` this is no new step, but the last one evaluated once more: it is the spike that this one was.
+        With `again` this is no new update, but the last one evaluated once more: it is no spike, and of no row.
         `bad` is a float32 scalar: 1.0 when the update is to be withheld (`Withhold`), else 0.0; the gradients of a step
         that is not finite are left exactly as they were.
 
         The total is the 2-norm of the per-tensor 2-norms and the coefficient `max_norm / (norm + 1e-6)`, at most 1,
         both as in `torch.nn.utils.clip_grad_norm_`.
         """
-        readable = loss is not None
+        judged = loss is not None and not again
         present = tuple(parameter.grad is not None for parameter in self.parameters.values())
         held = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         # A sparse gradient is measured where the values of one place are added up, and clipped as it is.
@@ -106,8 +104,8 @@ class Probe:
         loss = torch.zeros((), device=self.device) if loss is None else loss.detach().float().reshape(())
         if not gradients:
             finite = torch.isfinite(loss)
-            if readable and not again:
-                self._judge_spike(loss, loss, finite, spike_loss=limits.spike_loss, spike_norm=math.inf)
+            if judged:
+                self._is_spike(loss, loss, finite, spike_loss=limits.spike_loss, spike_norm=math.inf)
             bad = (~finite).float()
             head = [loss, *(torch.full((), math.nan, device=loss.device) for _ in range(3)), bad]
             return Row(packed(head, *beside)), bad
@@ -138,11 +136,10 @@ class Probe:
             huge = torch.isinf(total) & ~scale_and_check(gradients, coefficient)
         elif limits != Limits():
             scale_all(gradients, coefficient)
-        if not again:
-            known = finite if readable else torch.zeros_like(finite)
-            self._judge_spike(loss, total, known, spike_loss=limits.spike_loss, spike_norm=limits.spike_norm)
-        spike = self._spike.to(device)
-        withhold = torch.where(finite, torch.where(spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
+        withhold = torch.where(finite, 0.0, float(Withhold.NONFINITE))
+        if judged:
+            spike = self._is_spike(loss, total, finite, spike_loss=limits.spike_loss, spike_norm=limits.spike_norm)
+            withhold = torch.where(spike, float(Withhold.SPIKE), withhold)
         withhold = torch.where(huge & torch.isfinite(loss), float(Withhold.HUGE), withhold)
         scale = torch.ones_like(total) if scale is None else scale.reshape(()).to(total.device)
         layers, numbers = self._layers_of(present, norms.device)
@@ -164,11 +161,10 @@ class Probe:
     def forget(self) -> None:
         """The run has gone back: what the last steps were says nothing about the next one."""
         self._spikes_in_a_row = torch.zeros_like(self._spikes_in_a_row)
-        self._spike = torch.zeros_like(self._spike)
 
-    def _judge_spike(
+    def _is_spike(
         self, loss: Tensor, norm: Tensor, known: Tensor, *, spike_loss: Tensor | float, spike_norm: Tensor | float
-    ) -> None:
+    ) -> Tensor:
         """Whether this step is a spike to withhold. Judged on the device, where the step before is known already.
 
         One that is not `known`, for its loss or norm is not finite or could not be read, leaves the row as it is.
@@ -176,7 +172,7 @@ class Probe:
         before = self._spikes_in_a_row.to(loss.device)
         high = loss > spike_loss
         self._spikes_in_a_row = torch.where(known, torch.where(high, before + 1.0, 0.0), before)
-        self._spike = known & high & ((before > 0.0) | (norm > spike_norm)) & (before < MOST_IN_A_ROW)
+        return known & high & ((before > 0.0) | (norm > spike_norm)) & (before < MOST_IN_A_ROW)
 
     def _layers_of(self, present: tuple[bool, ...], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
         """The layers that have a gradient in this step, and for each gradient the number of its layer."""

@@ -46,6 +46,7 @@ class _Taken:
     rates: tuple[float | None, ...]
     layers: tuple[str, ...]
     steps_ended: dict[int, int]
+    again: bool
 
 
 class StepReader:
@@ -72,7 +73,6 @@ class StepReader:
         self.accumulation = Accumulation()
         self._taken: deque[_Taken] = deque()
         self._values: RowValues | None = None
-        self._measured_step: int | None = None
         self._steps_ended = dict(self._shield.steps_ended)
         self._unheard_steps_each = [0 for _ in optimizers]
         self.grad_norm: Tensor | None = None
@@ -120,8 +120,9 @@ class StepReader:
     @torch.no_grad()
     def protect(self, limits: Limits, *, step: int) -> None:
         """Clip and shield a step whose loss, or whatever else, could not be read: it has no signals, but a guard."""
+        del step
         self.unscale_again()
-        self._measure(None, step, limits, None, [])
+        self._measure(None, limits, None, [])
 
     def _loss(self, loss: object) -> Tensor | None:
         return as_tensor(loss, self._probe.device)
@@ -136,7 +137,7 @@ class StepReader:
         if layer_values is not None:
             beside.append(layer_values)
         scale = self._unscaling.scale(self._probe.device if loss is None else loss.device)
-        row = self._measure(loss, step, limits, scale, beside)
+        row = self._measure(loss, limits, scale, beside)
         if len(self._taken) == _MOST_TAKEN:
             _log.warning("step %d: end_step is not called: nothing is judged, healed or saved", step)
             self._taken.clear()
@@ -150,6 +151,7 @@ class StepReader:
             rates=tuple(None if isinstance(rate, Tensor) else rate for rate in rates),
             layers=layers,
             steps_ended=self._steps_ended,
+            again=self._is_again,
         )
         self._taken.append(taken)
         self.grad_norm = row.norm
@@ -161,19 +163,17 @@ class StepReader:
         read, self._layers_read = self._layers_read, None
         return read or ((), None)
 
-    def _measure(
-        self, loss: Tensor | None, step: int, limits: Limits, scale: Tensor | None, beside: list[Tensor]
-    ) -> Row:
+    def _measure(self, loss: Tensor | None, limits: Limits, scale: Tensor | None, beside: list[Tensor]) -> Row:
         self._steps_ended = dict(self._shield.steps_ended)
-        row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside, again=self._again(step))
+        row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside, again=self._is_again)
         if self._shielded:
             self._shield.arm(bad, row.bad)
         return row
 
-    def _again(self, step: int) -> bool:
-        """Whether this step was measured before: a closure makes its gradients as often as the optimizer asks."""
-        again, self._measured_step = step == self._measured_step, step
-        return again
+    @property
+    def _is_again(self) -> bool:
+        """Whether this update was measured before: a closure makes its gradients as often as the optimizer asks."""
+        return self._shield.evaluation > 1
 
     def unscale_again(self) -> None:
         """Divide the gradients by AMP's loss scale, unless that was done already in this step."""
@@ -221,6 +221,7 @@ class StepReader:
                 tokens=taken.tokens,
                 loss_mean=taken.loss_mean,
                 layers=self._read_layers(taken.layers, tuple(beside)),
+                again=taken.again,
             )
 
     def _is_due(self) -> bool:
@@ -231,7 +232,6 @@ class StepReader:
         """Drop what is on its way: the run has gone back."""
         self._taken.clear()
         self._probe.forget()
-        self._measured_step = None
         self.accumulation.clear()
         self._layers_read = None
         if self._layer_signals is not None:

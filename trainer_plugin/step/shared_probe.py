@@ -120,10 +120,11 @@ class SharedProbe(Probe):
             scale_all(gradients, coefficient)
         elif limits.max_norm < math.inf and not any(held.is_sparse for held in named.values()):
             nn.utils.clip_grad_norm_(self.parameters.values(), limits.max_norm)
+        withhold = torch.where(finite, 0.0, float(Withhold.NONFINITE))
         if not again:
             known = finite & torch.isfinite(mean)
-            self._judge_spike(mean, total, known, spike_loss=spike_loss, spike_norm=spike_norm)
-        withhold = torch.where(finite, torch.where(self._spike, float(Withhold.SPIKE), 0.0), float(Withhold.NONFINITE))
+            spike = self._is_spike(mean, total, known, spike_loss=spike_loss, spike_norm=spike_norm)
+            withhold = torch.where(spike, float(Withhold.SPIKE), withhold)
         # A norm beyond float32's squares is exact here on a CPU, and infinite elsewhere.
         withhold = torch.where(finite & (total > HUGE_NORM), float(Withhold.HUGE), withhold)
         heard = (talks > 0) | (withhold > 0) | (mean > heed_loss) | (total > heed_norm)

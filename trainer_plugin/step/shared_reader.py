@@ -83,11 +83,9 @@ class SharedReader(StepReader):
         self._told = replace(self._told, readings=values)
         return layers, None
 
-    def _measure(
-        self, loss: Tensor | None, step: int, limits: Limits, scale: Tensor | None, beside: list[Tensor]
-    ) -> Row:
+    def _measure(self, loss: Tensor | None, limits: Limits, scale: Tensor | None, beside: list[Tensor]) -> Row:
         self._steps_ended = dict(self._shield.steps_ended)
-        again, told = self._again(step), self._told
+        again, told = self._is_again, self._told
         row, bad = self._probe.measure(loss, limits, scale=scale, beside=beside, again=again, told=told)
         self._unscaling.share(self._probe.overflow)
         if self._shielded:

@@ -3,6 +3,7 @@
 Never by multiplying with zero: 0 x NaN is NaN, and a zero gradient still moves weights through momentum and decay.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ class Shield:
     def __init__(self, optimizers: list[Optimizer]) -> None:
         # How often each optimizer has ended a step, by its id: a closure asks the guard after the step has begun.
         self.steps_ended = {id(optimizer): 0 for optimizer in optimizers}
+        # Which evaluation of a closure is under way in the optimizer's step, from 1; 0 outside of one.
+        self.evaluation = 0
         self._bad: Tensor | None = None
         self._is_bad: Callable[[], bool] = bool
         self._optimizers = optimizers
@@ -62,9 +65,15 @@ class Shield:
             return None
         # The closure makes the gradients, and the guard is asked within it: only then the flag is this step's.
 
+        evaluations = itertools.count(1)
+
         def shielded() -> Any:  # noqa: ANN401 - the closure's own
             self._reveal()
-            loss = closure()
+            self.evaluation = next(evaluations)
+            try:
+                loss = closure()
+            finally:
+                self.evaluation = 0
             self._withhold(optimizer)
             return loss
 
