@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from training import adamw_job, equal, spoil_gradient
 
@@ -90,7 +91,7 @@ def test_a_lower_learning_rate_is_used_where_the_guard_is_asked_within_the_step(
 
 def test_accelerates_own_optimizer_and_scheduler_are_the_inner_ones(make_guard):
     """What `Accelerator.prepare` returns may be given to the guard: NaN is withheld, and the schedule taken back."""
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     job = adamw_job(scheduled=True)
     job.model, job.optimizer, job.scheduler = accelerator.prepare(job.model, job.optimizer, job.scheduler)
     guard = make_guard(job).guard

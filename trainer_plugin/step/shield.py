@@ -63,10 +63,9 @@ class Shield:
         if closure is None:
             self._withhold(optimizer)
             return None
-        # The closure makes the gradients, and the guard is asked within it: only then the flag is this step's.
-
         evaluations = itertools.count(1)
 
+        # The closure makes the gradients, and the guard is asked within it: only then the flag is this step's.
         def shielded() -> Any:  # noqa: ANN401 - the closure's own
             self._reveal()
             self.evaluation = next(evaluations)
